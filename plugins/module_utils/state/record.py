@@ -1,0 +1,113 @@
+# Copyright: Contributors to the cleanslate.inference collection
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+# Private to this collection: no stable interface.
+"""What is known of a launched instance: one JSON file each, C(STATE_DIR/instances/NAME.json), mode 0600.
+
+No secret is ever part of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import typing as t
+
+from ..common.errors import CleanslateError
+from ..common.text import show
+from .files import make_dir, read_bytes, remove, write_atomic
+
+FORMAT = 1
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+
+
+def check_name(name: str) -> str:
+    """Return C(name) if it can name an instance, a unit and a file. Raises CleanslateError otherwise."""
+    if _NAME.fullmatch(name) is None:
+        raise CleanslateError(
+            "instance: %r is no name. Use letters, digits, '.', '_' and '-', at most 63, the first a letter or digit."
+            % show(name)
+        )
+    return name
+
+
+@dataclasses.dataclass
+class InstanceRecord:
+    """One declared server on this node, as it was launched."""
+
+    name: str
+    #: How it was started: C(systemd) or C(process).
+    backend: str
+    #: Unit name with suffix, empty for C(process).
+    unit: str = ""
+    #: Main process when it was launched: pid, start time in clock ticks since boot, process group.
+    pid: int = 0
+    start_time: int = 0
+    pgrp: int = 0
+    #: Kernel boot in which the numbers above mean something.
+    boot_id: str = ""
+    #: The instance's own cgroup; empty when it has none of its own.
+    cgroup: str = ""
+    #: GPUs by UUID.
+    gpus: list[str] = dataclasses.field(default_factory=list)
+    host: str = "127.0.0.1"
+    port: int = 0
+    #: Every fixed port that it listens on, the HTTP port first.
+    ports: list[int] = dataclasses.field(default_factory=list)
+    argv_digest: str = ""
+    environment_digest: str = ""
+    sglang_version: str = ""
+    #: Seconds since the epoch; 0 until it happened.
+    launched_at: float = 0.0
+    ready_at: float = 0.0
+    simulated: bool = False
+    #: The launcher's own matters: paths of files, the declaration without secrets.
+    details: dict[str, t.Any] = dataclasses.field(default_factory=dict)
+
+
+class RecordStore:
+    """All records of this node."""
+
+    def __init__(self, state_dir: str = "/var/lib/cleanslate") -> None:
+        self.folder = os.path.join(state_dir, "instances")
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.folder, check_name(name) + ".json")
+
+    def names(self) -> list[str]:
+        try:
+            found = os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+        return sorted(entry[:-5] for entry in found if entry.endswith(".json") and _NAME.fullmatch(entry[:-5]))
+
+    def load(self, name: str) -> InstanceRecord | None:
+        """The record, None when there is none. Raises CleanslateError when it cannot be understood."""
+        path = self.path(name)
+        raw = read_bytes(path)
+        if raw is None:
+            return None
+        mend = "Look at it, and remove it if the instance is gone; nothing was changed."
+        try:
+            data = json.loads(raw.decode("utf-8"))
+            if data.pop("format") != FORMAT:
+                raise CleanslateError("%s was written by another version of this collection. %s" % (path, mend))
+            return InstanceRecord(**data)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise CleanslateError("%s is damaged. %s" % (path, mend)) from None
+
+    def all(self) -> list[InstanceRecord]:
+        return [record for record in map(self.load, self.names()) if record is not None]
+
+    def save(self, record: InstanceRecord) -> bool:
+        """Write the record; returns whether it changed."""
+        make_dir(self.folder, 0o700)
+        data = dict(dataclasses.asdict(record), format=FORMAT)
+        content = json.dumps(data, indent=1, sort_keys=True, ensure_ascii=True).encode("ascii") + b"\n"
+        return write_atomic(self.path(record.name), content, 0o600)
+
+    def forget(self, name: str) -> bool:
+        """Remove the record; returns whether there was one."""
+        return remove(self.path(name))
