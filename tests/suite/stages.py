@@ -1,0 +1,81 @@
+# Copyright: Contributors to the cleanslate.inference collection
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The table of the checks, in the order in which they run. A new check is a line here."""
+
+from __future__ import annotations
+
+from stage import BUILD, ROOT, Stage, commands, linux, python, root
+
+PYTHON = ROOT / ".venv/bin/python"
+OLDEST = ROOT / ".venv-3.11/bin/python"
+CHECKS = ROOT / "tests/checks"
+REPORTS = BUILD / "reports"
+
+
+def lint(name: str, *command: object, **more: object) -> Stage:
+    """A check that reads the sources and may run beside another one."""
+    return Stage(name, [PYTHON, *command], group="lint", shares_machine=True, **more)
+
+
+def tests(name: str, interpreter: object, group: str, **more: object) -> Stage:
+    """The unit tests under one Python."""
+    report = REPORTS / f"{name}.xml"
+    command = [interpreter, "-m", "pytest", "-q", "--junit-xml", report, "tests/unit"]
+    return Stage(name, command, group=group, junit=report, **more)
+
+
+STAGES: list[Stage] = [
+    lint("ansible-lint", "-m", "ansiblelint", "--offline", "--strict", "--profile", "production"),
+    lint("yamllint", "-m", "yamllint", "--strict", "--config-file", ".config/yamllint.yml", "."),
+    lint("ruff-check", "-m", "ruff", "check", "."),
+    lint("ruff-format", "-m", "ruff", "format", "--check", "."),
+    lint("mypy", "-m", "mypy", "-p", "ansible_collections.cleanslate.inference.plugins.module_utils"),
+    lint("argument-specs", CHECKS / "argument_specs.py"),
+    lint("role-variables", CHECKS / "role_variables.py"),
+    lint("action-groups", CHECKS / "action_groups.py"),
+    lint("collection-docs", CHECKS / "collection_docs.py"),
+    lint("changelog", "-m", "antsibull_changelog", "lint"),
+    lint("inventories", CHECKS / "inventories.py"),
+    lint("target-3.9", CHECKS / "target_python.py", "3.9", needs=[python("3.9")]),
+    # -- behaviour
+    tests("unit", PYTHON, "unit"),
+    Stage("demo", [PYTHON, "tests/lab/demo"], group="demo", needs=[linux, commands("cc")], timeout=240),
+    # -- the collection as others use it
+    Stage("artefact", [PYTHON, CHECKS / "artefact.py"], group="package"),
+    Stage("checkout-with-space", [PYTHON, CHECKS / "elsewhere.py"], group="package"),
+    Stage(
+        "ordinary-user", [PYTHON, CHECKS / "ordinary_user.py"], group="package", needs=[root, linux, commands("cc")]
+    ),
+    # -- ansible-test
+    Stage("sanity", [PYTHON, CHECKS / "ansible_test.py", "sanity"], group="sanity", timeout=1200),
+    Stage("ansible-test-units", [PYTHON, CHECKS / "ansible_test.py", "units"], group="sanity", timeout=900),
+    # -- the oldest Ansible and Python of a control node
+    Stage(
+        "venv-3.11",
+        ["make", "--no-print-directory", ".venv-3.11/.unit"],
+        group="oldest",
+        needs=[python("3.11")],
+    ),
+    tests("unit-3.11", OLDEST, "oldest", needs=[python("3.11")]),
+    Stage(
+        "demo-3.11",
+        [OLDEST, "tests/lab/demo"],
+        group="oldest",
+        needs=[linux, commands("cc"), python("3.11")],
+        timeout=240,
+    ),
+]
+
+# -- Molecule: every scenario is a stage
+STAGES += [
+    Stage(
+        f"molecule-{scenario.parent.name}",
+        [PYTHON, "-m", "molecule", "test", "--scenario-name", scenario.parent.name],
+        group="molecule",
+        env={"MOLECULE_GLOB": "molecule/*/molecule.yml"},
+        needs=[linux, root],
+        timeout=900,
+    )
+    for scenario in sorted(ROOT.glob("molecule/*/molecule.yml"))
+]
