@@ -1,0 +1,37 @@
+# Copyright: Contributors to the cleanslate.inference collection
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Runs the module gpu_free and shows its verdict, GPU by GPU where one is not free."""
+
+from __future__ import annotations
+
+import typing as t
+
+from ansible_collections.cleanslate.inference.plugins.plugin_utils.shown import ShownAction
+from ansible_collections.cleanslate.inference.plugins.plugin_utils.tables import table
+
+
+class ActionModule(ShownAction):
+    def lines(self, result: dict[str, t.Any]) -> list[str]:
+        verdict = result.get("predicted_verdict") or result.get("verdict")
+        if not verdict:
+            return []
+        gpus = result.get("gpus") or []
+        free = sum(1 for gpu in gpus if gpu.get("verdict") == "free")
+        word = "Prediction" if "predicted_verdict" in result else "Proof"
+        simulated = " (simulated)" if result.get("simulated") else ""
+        out = [
+            "%s%s: %s, %d of %d GPUs free now, looked for %.1f s"
+            % (word, simulated, verdict, free, len(gpus), float(result.get("waited") or 0))
+        ]
+        bad = [gpu for gpu in gpus if gpu.get("verdict") != "free"]
+        if bad and verdict != "free":
+            rows = [
+                [g.get("index"), g.get("verdict"), "; ".join(_text(r) for r in g.get("reasons") or [])] for g in bad
+            ]
+            out += ["  " + line for line in table(("GPU", "verdict", "why"), rows)]
+        return out
+
+
+def _text(reason: t.Any) -> str:
+    return str(reason.get("msg") or reason.get("code")) if isinstance(reason, dict) else str(reason)

@@ -1,0 +1,109 @@
+# Copyright: Contributors to the cleanslate.inference collection
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The end of every playbook: one table for people, one file for scripts, one exit code."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import typing as t
+
+from ansible.errors import AnsibleActionFail
+from ansible.plugins.action import ActionBase
+from ansible.utils.display import Display
+
+from ansible_collections.cleanslate.inference.plugins.module_utils.common.errors import CleanslateError
+from ansible_collections.cleanslate.inference.plugins.module_utils.state.files import make_dir, write_atomic
+from ansible_collections.cleanslate.inference.plugins.plugin_utils.report import (
+    REPORT_HEADERS,
+    STEPS,
+    cells,
+    node_row,
+)
+from ansible_collections.cleanslate.inference.plugins.plugin_utils.tables import table
+
+display = Display()
+
+
+class ActionModule(ActionBase):
+    """Reads what the roles registered on every node of the play. Runs on the control node, connects nowhere."""
+
+    TRANSFERS_FILES = False
+    _requires_connection = False
+
+    def run(self, tmp: t.Any = None, task_vars: dict[str, t.Any] | None = None) -> dict[str, t.Any]:
+        result = super().run(tmp, task_vars)
+        task_vars = task_vars or {}
+        _validation, arguments = self.validate_argument_spec(
+            argument_spec={"title": {"type": "str", "required": True}, "path": {"type": "str", "default": ""}}
+        )
+        hosts = list(task_vars.get("ansible_play_hosts_all") or [])
+        hostvars = task_vars["hostvars"]
+        check = bool(self._task.check_mode)
+        rows = [node_row(host, hostvars[host], check) for host in hosts]
+        bad = [row for row in rows if not row["ok"]]
+        path = os.path.abspath(os.path.expanduser(arguments["path"])) if arguments["path"] else ""
+        if path:
+            self._write(path, arguments["title"], rows, check, {host: hostvars[host] for host in hosts})
+        self._show(arguments["title"], rows, check, path)
+        result.update(changed=False, ok=not bad and bool(rows), rows=rows, path=path)
+        if not result["ok"]:
+            result.update(failed=True, msg=_verdict(rows, bad))
+        else:
+            result["msg"] = _verdict(rows, bad)
+        return result
+
+    def _show(self, title: str, rows: list[dict[str, t.Any]], check: bool, path: str) -> None:
+        head = title
+        if check:
+            head += " (check mode: nothing was changed)"
+        if any(row["simulated"] for row in rows):
+            head += " (simulated GPUs)"
+        display.display("\n" + head)
+        for line in table(REPORT_HEADERS, [cells(row) for row in rows]):
+            display.display("  " + line)
+        for row in rows:
+            for warning in row["warnings"]:
+                display.display("  %s: note: %s" % (row["host"], warning))
+        if path:
+            display.display("  Details: " + path)
+        display.display("")
+
+    def _write(
+        self, path: str, title: str, rows: list[dict[str, t.Any]], check: bool, hostvars: dict[str, t.Any]
+    ) -> None:
+        steps = {
+            host: {step: _plain(variables[variable]) for step, variable in STEPS if variable in variables}
+            for host, variables in hostvars.items()
+        }
+        report = {
+            "format": 1,
+            "title": title,
+            "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "check_mode": check,
+            "ok": bool(rows) and all(row["ok"] for row in rows),
+            "nodes": rows,
+            "steps": steps,
+        }
+        text = json.dumps(report, indent=1, sort_keys=True, default=str)
+        try:
+            make_dir(os.path.dirname(path))
+            write_atomic(path, text.encode() + b"\n", 0o600)
+        except CleanslateError as error:
+            raise AnsibleActionFail("cleanslate_report: %s" % error) from error
+
+
+def _plain(result: t.Any) -> t.Any:
+    return {key: value for key, value in result.items() if key != "invocation"} if isinstance(result, dict) else result
+
+
+def _verdict(rows: list[dict[str, t.Any]], bad: list[dict[str, t.Any]]) -> str:
+    if not rows:
+        return "No node was in this play: look at cleanslate_hosts and --limit."
+    if not bad:
+        return "%d of %d nodes are as asked for." % (len(rows), len(rows))
+    names = ", ".join("%s (%s)" % (row["host"], row["outcome"]) for row in bad[:10])
+    more = "" if len(bad) <= 10 else " and %d more" % (len(bad) - 10)
+    return "%d of %d nodes are not as asked for: %s%s." % (len(bad), len(rows), names, more)
