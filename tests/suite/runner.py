@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -89,6 +90,8 @@ class Runner:
         """Run the command; empty when it succeeded, otherwise what went wrong."""
         if stage.junit is not None:
             stage.junit.parent.mkdir(parents=True, exist_ok=True)
+            if stage.junit.is_dir():
+                shutil.rmtree(stage.junit)
             stage.junit.unlink(missing_ok=True)
         with log.open("wb") as output:
             with self._lock:
@@ -158,7 +161,7 @@ def environment(stage: Stage) -> dict[str, str]:
         "VIRTUAL_ENV": str(tools.parent),
         "LC_ALL": "C.UTF-8",
         "ANSIBLE_HOME": str(BUILD / "ansible"),
-        "ANSIBLE_NOCOLOR": "true",
+        "NO_COLOR": "1",
         **stage.env,
     }
 
@@ -188,7 +191,7 @@ def _members(group: int) -> list[str]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            head, _, tail = stat.read_text(errors="replace").rpartition(")")
+            head, tail = stat.read_text(errors="replace").rsplit(")", 1)
         except OSError:
             continue  # gone meanwhile
         state, _parent, its_group = tail.split()[:3]

@@ -35,7 +35,7 @@ class Stage:
     env: Mapping[str, str] = field(default_factory=dict)
     #: All of them must be met.
     needs: Sequence[Need] = ()
-    #: A report of pytest: its tests are counted in place of the stage. A report without tests is a failure.
+    #: Report of pytest, or a folder of reports: the tests are counted in place of the stage; none at all is a failure.
     junit: Path | None = None
     #: May run beside another stage. What measures time or starts servers may not.
     shares_machine: bool = False
@@ -98,9 +98,10 @@ def find_python(version: str) -> str | None:
 
 
 def read_junit(path: Path) -> tuple[int, int, int]:
-    """(passed, failed, skipped) of a report; raises ``ValueError`` when it tells of no test at all."""
+    """(passed, failed, skipped) of a report or a folder of them; ``ValueError`` when they tell of no test at all."""
     try:
-        suites = list(ET.parse(path).getroot().iter("testsuite"))
+        reports = sorted(path.glob("*.xml")) if path.is_dir() else [path]
+        suites = [suite for report in reports for suite in ET.parse(report).getroot().iter("testsuite")]
     except (OSError, ET.ParseError) as error:
         raise ValueError(f"no report of the tests: {error}") from error
     tests, failures, errors, skipped = (
