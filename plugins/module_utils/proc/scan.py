@@ -1,0 +1,260 @@
+# Copyright: Contributors to the cleanslate.inference collection
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+# Private to this collection: no stable interface.
+"""Who has certain files open or mapped. Device nodes are recognised by their number, plain files by their inode.
+
+Facts used (proc(5), measured on Linux 6.18): one device may have many nodes, and C(fuser) knows only the inode of the
+one it was given, so a holder of another node, or of a deleted one, is found by C(st_rdev) alone; C(/proc/P/fd) of a
+process whose main thread has exited is empty while C(/proc/P/task/T/fd) of a living thread is not; a mapping outlives
+the descriptor and shows only in C(maps), whose device field is the file system's and never C(st_rdev).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import stat as st
+import typing as t
+
+from .kernel import Files, Mappings, Region
+from .table import Process, ProcFS, Vanished
+
+#: ("c", device number) of a character device, or ("f", file system's device number, inode) of a plain file or socket.
+Key = t.Tuple[t.Any, ...]
+Stat = t.Callable[[str], os.stat_result]
+
+
+def key_of(status: os.stat_result) -> Key | None:
+    """What an open file is recognised by; None for what is never watched (folders, pipes)."""
+    if st.S_ISCHR(status.st_mode):
+        return ("c", status.st_rdev)
+    if st.S_ISREG(status.st_mode) or st.S_ISSOCK(status.st_mode):
+        return ("f", status.st_dev, status.st_ino)
+    return None
+
+
+def key_for_path(path: str, stat: Stat = os.stat) -> Key | None:
+    """The key of the file at C(path); None when there is none. Follows symlinks."""
+    try:
+        return key_of(stat(path))
+    except OSError:
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """What to look for."""
+
+    keys: frozenset[Key]
+    #: Whole base names under which a watched device may have been mapped: for a mapped node that is deleted since, or
+    #: lies where it cannot be looked at. Maps a name (C(nvidia0)) to its key.
+    names: t.Mapping[str, Key] = dataclasses.field(default_factory=dict)
+    #: Whether private mappings count too. They do for plain files; drivers of devices are mapped shared.
+    private: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A process that has something of what is watched."""
+
+    process: Process
+    opened: frozenset[Key]
+    mapped: frozenset[Key]
+    #: Its main thread has exited: C(fuser) and C(lsof) do not see it.
+    thread_only: bool = False
+
+    @property
+    def keys(self) -> frozenset[Key]:
+        return self.opened | self.mapped
+
+
+@dataclasses.dataclass(frozen=True)
+class Unreadable:
+    """A process in scope that could not be looked at, so that nothing can be said of it."""
+
+    pid: int
+    comm: str
+    why: str
+
+
+@dataclasses.dataclass
+class ScanResult:
+    #: Every process in scope by pid, holders or not.
+    table: dict[int, Process] = dataclasses.field(default_factory=dict)
+    found: dict[int, Found] = dataclasses.field(default_factory=dict)
+    unreadable: list[Unreadable] = dataclasses.field(default_factory=list)
+    #: How many processes were looked at; kernel threads and those that vanished meanwhile are none.
+    processes: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return not self.unreadable
+
+
+class _Denied(Exception):
+    """The process is there and may not be looked at."""
+
+
+class _Scanner:
+    def __init__(self, fs: ProcFS, watch: Watch, stat: Stat) -> None:
+        self.fs = fs
+        self.watch = watch
+        self.stat = stat
+        self.numbers = frozenset(key[1] for key in watch.keys if key[0] == "c")
+        self.inodes = {key[2]: key for key in watch.keys if key[0] == "f"}
+        self.mappings = Mappings(shared_only=not watch.private)
+        self.files = Files()
+        #: What a mapped file was found to be: the same libraries and segments are mapped by many processes.
+        self.known: dict[Region, Key | None] = {}
+
+    def descriptors(self, folder: str) -> set[Key]:
+        """The watched files open in one C(fd) folder. Raises Vanished, _Denied."""
+        try:
+            names = os.listdir(folder)
+        except PermissionError:
+            raise _Denied("its descriptors may not be listed") from None
+        except OSError:
+            raise Vanished(folder) from None
+        out: set[Key] = set()
+        denied = 0
+        numbers, inodes, stat = self.numbers, self.inodes, self.stat
+        folder += "/"
+        for name in names:
+            try:
+                status = stat(folder + name)
+            except PermissionError:
+                denied += 1
+                continue
+            except OSError:
+                continue  # closed meanwhile
+            if status.st_rdev in numbers or status.st_ino in inodes:
+                key = key_of(status)
+                if key in self.watch.keys:
+                    out.add(key)
+        if denied:
+            raise _Denied("%d of its %d descriptors may not be looked at" % (denied, len(names)))
+        return out
+
+    def mapped(self, folder: str) -> set[Key]:
+        """The watched files mapped by one process. Raises Vanished, _Denied."""
+        out: set[Key] = set()
+        try:
+            for region in self.mappings.of(folder + "/maps"):
+                if region not in self.known:
+                    self.known[region] = self.recognise(folder, region)
+                key = self.known[region]
+                if key is not None:
+                    out.add(key)
+        except PermissionError:
+            raise _Denied("its mappings may not be read") from None
+        except OSError:
+            raise Vanished(folder) from None
+        return out
+
+    def recognise(self, folder: str, region: Region) -> Key | None:
+        """The key of one mapped file, None when it is not watched."""
+        plain: Key = ("f", region.device, region.inode)
+        if plain in self.watch.keys:
+            return plain
+        path, deleted, _end = region.path.partition(" (deleted)")
+        name = path.rpartition("/")[2]
+        if not self.numbers and region.inode not in self.inodes and name not in self.watch.names:
+            return None
+        # The file itself, as the process sees it: first the mapping's own link (root only), then its path, which
+        # counts only if the inode is still the mapped one.
+        links = [(folder + "/map_files/" + region.span, False)]
+        if not deleted:
+            links.append((folder + "/root" + path, True))
+        for link, compare in links:
+            try:
+                status = self.stat(link)
+            except OSError:
+                continue
+            if compare and status.st_ino != region.inode:
+                continue
+            key = key_of(status)
+            return key if key in self.watch.keys else None
+        # Nobody can say: what has the inode or the name of something watched counts as it.
+        return self.inodes.get(region.inode) or self.watch.names.get(name)
+
+    def look(self, process: Process) -> Found | None:
+        """One process; None when it has nothing of what is watched. Raises Vanished, _Denied."""
+        folder = self.fs.path(process.pid)
+        if process.state not in "ZX":
+            opened = self.descriptors(folder + "/fd")
+            for task in self.files.strays(folder, process) if process.threads > 1 else ():
+                opened |= self._of_task(folder + "/task/" + task)
+            mapped = self.mapped(folder)
+            return Found(process, frozenset(opened), frozenset(mapped)) if opened or mapped else None
+        opened, mapped = set(), set()
+        for task in self._tasks(folder):
+            if task != str(process.pid):
+                opened |= self._of_task(folder + "/task/" + task)
+                try:
+                    mapped |= self.mapped(folder + "/task/" + task)
+                except Vanished:
+                    continue
+        return Found(process, frozenset(opened), frozenset(mapped), thread_only=True) if opened or mapped else None
+
+    def _of_task(self, folder: str) -> set[Key]:
+        try:
+            return self.descriptors(folder + "/fd")
+        except Vanished:
+            return set()
+
+    @staticmethod
+    def _tasks(folder: str) -> list[str]:
+        try:
+            return os.listdir(folder + "/task")
+        except OSError:
+            raise Vanished(folder) from None
+
+
+def _in_scope(process: Process, fs: ProcFS, uids: t.Collection[int], stat: Stat) -> bool:
+    try:
+        owner = stat(fs.path(process.pid)).st_uid
+    except OSError:
+        return False
+    # The folder of a process that may not be dumped belongs to root, whoever runs it.
+    return owner in uids if owner else process.uid in uids
+
+
+def scan(
+    fs: ProcFS,
+    watch: Watch,
+    pids: t.Iterable[int] | None = None,
+    uids: t.Collection[int] | None = None,
+    skip: t.Collection[int] = (),
+    stat: Stat = os.stat,
+) -> ScanResult:
+    """Look at every process once and return those that have a watched file open or mapped.
+
+    C(pids) confines the look to these; C(uids) to processes of these real user ids; C(skip) leaves pids out.
+    A process that may not be looked at is listed as unreadable; one that ended meanwhile is not.
+    """
+    scanner = _Scanner(fs, watch, stat)
+    result = ScanResult()
+    every = fs.pids()
+    if pids is None and fs.root == "/proc" and 1 not in every:
+        result.unreadable.append(Unreadable(1, "", "processes of other users are hidden from this one (hidepid)"))
+    chosen = every if pids is None else sorted(set(every).intersection(pids))
+    for pid in chosen:
+        try:
+            process = fs.process(pid)
+            if uids is not None and not _in_scope(process, fs, uids, stat):
+                continue
+            result.table[pid] = process
+            if process.kernel_thread or process.zombie or pid in skip:
+                continue
+            result.processes += 1
+            found = scanner.look(process)
+        except Vanished:
+            result.table.pop(pid, None)
+            continue
+        except _Denied as error:
+            result.unreadable.append(Unreadable(pid, process.comm, str(error)))
+            continue
+        if found is not None:
+            result.found[pid] = found
+    return result
