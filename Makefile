@@ -33,6 +33,19 @@ demo-stop: .venv/.demo ## Stop what KEEP=1 left running
 test: .venv/.test ## Run every check that this user may run; CI=true insists on all of them
 	@$(PYTHON) tests/suite
 
+# H hypervisors, each with G guests and GPUS GPUs.
+H := 1
+G := 4
+GPUS := 8
+
+.PHONY: lab-up
+lab-up: ## Start hypervisors, guests and GPUs for inventories/lab (root): H=1 G=4 GPUS=8
+	@tests/lab/lab deps && tests/lab/lab up $(H) $(G) $(GPUS) && tests/lab/lab inventory
+
+.PHONY: lab-down
+lab-down: ## End the lab
+	@tests/lab/lab down
+
 .PHONY: build
 build: .venv/.demo ## Build the artefact in build/
 	@$(PYTHON) -m ansible galaxy collection build --force --output-path build .
@@ -94,4 +107,5 @@ FORCE:
 
 .PHONY: clean
 clean: ## Remove everything that was made
+	@[ ! -e build/lab ] || tests/lab/lab clean
 	rm -rf .venv .venv-3.11 build .ansible tests/output

@@ -25,17 +25,32 @@ def tests(name: str, interpreter: object, group: str, **more: object) -> Stage:
     return Stage(name, command, group=group, junit=report, **more)
 
 
+def yaml_places() -> list[str]:
+    """What yamllint looks at: given the whole checkout, it would walk through every virtual environment."""
+    made = {".ansible", ".collections", ".git", "build"}
+    return sorted(
+        path.name
+        for path in ROOT.iterdir()
+        if (path.is_dir() and path.name not in made and not path.name.startswith(".venv")) or path.suffix == ".yml"
+    )
+
+
 STAGES: list[Stage] = [
     lint("ansible-lint", "-m", "ansiblelint", "--offline", "--strict", "--profile", "production"),
-    lint("yamllint", "-m", "yamllint", "--strict", "--config-file", ".config/yamllint.yml", "."),
+    lint("yamllint", "-m", "yamllint", "--strict", "--config-file", ".config/yamllint.yml", *yaml_places()),
     lint("ruff-check", "-m", "ruff", "check", "."),
     lint("ruff-format", "-m", "ruff", "format", "--check", "."),
     lint("mypy", "-m", "mypy", "-p", "ansible_collections.cleanslate.inference.plugins.module_utils"),
     lint("argument-specs", CHECKS / "argument_specs.py"),
     lint("role-variables", CHECKS / "role_variables.py"),
     lint("action-groups", CHECKS / "action_groups.py"),
-    lint("collection-docs", CHECKS / "collection_docs.py"),
+    lint(
+        "collection-docs",
+        *("-m", "antsibull_docs.cli.antsibull_docs", "lint-collection-docs", "--plugin-docs", "--skip-rstcheck"),
+        *("--validate-collection-refs=all", "--disallow-unknown-collection-refs", "."),
+    ),
     lint("changelog", "-m", "antsibull_changelog", "lint"),
+    lint("dependencies", CHECKS / "dependencies.py"),
     lint("inventories", CHECKS / "inventories.py"),
     lint("target-3.9", CHECKS / "target_python.py", "3.9", needs=[python("3.9")]),
     # -- behaviour
