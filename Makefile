@@ -108,4 +108,4 @@ FORCE:
 .PHONY: clean
 clean: ## Remove everything that was made
 	@[ ! -e build/lab ] || tests/lab/lab clean
-	rm -rf .venv .venv-3.11 build .ansible tests/output
+	rm -rf .venv .venv-3.11 build .ansible .hypothesis
