@@ -1,0 +1,68 @@
+# Copyright: Contributors to the cleanslate.inference collection
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The lab's inventory for Ansible: inventories/lab of the checkout, written anew for each fleet."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from .fleet import Hypervisor
+from .place import CHECKOUT, Place, quoted
+
+FOLDER = CHECKOUT / "inventories" / "lab"
+HEAD = "# Written by `tests/lab/lab inventory` for the fleet that is up. Use it inside the lab: `tests/lab/lab run ansible …`.\n"
+
+
+def inventory(place: Place, fleet: list[Hypervisor]) -> dict:
+    """Groups `hypervisors`, `gpu_nodes` (guests that run), and one for each kind: `lab_privileged`, `lab_stopped`, …"""
+    ssh = f"-o UserKnownHostsFile={quoted(place.known_hosts)} -o IdentitiesOnly=yes"
+    groups: dict[str, dict] = {
+        "hypervisors": {"hosts": {host.name: {"ansible_host": host.address} for host in fleet}},
+        "guests": {"vars": {"ansible_connection": "cleanslate.inference.pct"}, "hosts": {}},
+        "gpu_nodes": {"hosts": {}},
+    }
+    for host in fleet:
+        for guest in host.guests:
+            groups["guests"]["hosts"][guest.name] = {
+                "ansible_pct_vmid": guest.vmid,
+                "ansible_pct_host": host.address,
+                "lab_hypervisor": host.name,
+                "lab_kind": guest.kind,
+                "lab_gpus": list(guest.gpus),
+                "lab_address": guest.address,
+            }
+            groups.setdefault(f"lab_{guest.kind}", {"hosts": {}})["hosts"][guest.name] = {}
+            if guest.starts:
+                groups["gpu_nodes"]["hosts"][guest.name] = {}
+            if guest.sglang:
+                groups.setdefault("lab_sglang", {"hosts": {}})["hosts"][guest.name] = {}
+    shared = {
+        "ansible_user": "root",
+        "ansible_ssh_private_key_file": str(place.key),
+        "ansible_ssh_common_args": shell_quoted(ssh),
+        "ansible_python_interpreter": "/usr/bin/python3",
+    }
+    return {"all": {"vars": shared, "children": groups}}
+
+
+def shell_quoted(options: str) -> str:
+    """Ansible splits the options like a shell, ssh then splits the value again: the double quotes have to survive."""
+    return options.replace('="', "='\"").replace('" ', "\"' ")
+
+
+def write(place: Place, fleet: list[Hypervisor], folder: Path = FOLDER) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "hosts.yml"
+    path.write_text(HEAD + "---\n" + yaml_of(inventory(place, fleet)), encoding="utf-8")
+    return path
+
+
+def yaml_of(value: dict, indent: int = 0) -> str:
+    """Nested dictionaries as YAML; leaves as JSON, which YAML reads."""
+    lines = ""
+    for key, item in value.items():
+        lines += " " * indent + f"{key}:"
+        lines += "\n" + yaml_of(item, indent + 2) if isinstance(item, dict) and item else f" {json.dumps(item)}\n"
+    return lines
