@@ -154,11 +154,10 @@ def environment(stage: Stage) -> dict[str, str]:
         for key, value in os.environ.items()
         if not key.startswith(("ANSIBLE_", "MOLECULE_", "PYTEST_", "MAKE", "MFLAGS")) and key not in _FOREIGN
     }
-    tools = ROOT / ".venv/bin"
     return {
         **kept,
-        "PATH": f"{tools}:{kept.get('PATH', os.defpath)}",
-        "VIRTUAL_ENV": str(tools.parent),
+        "PATH": f"{stage.tools}:{kept.get('PATH', os.defpath)}",
+        "VIRTUAL_ENV": str(stage.tools.parent),
         "LC_ALL": "C.UTF-8",
         "ANSIBLE_HOME": str(BUILD / "ansible"),
         "NO_COLOR": "1",

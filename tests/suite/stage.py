@@ -31,6 +31,8 @@ class Stage:
     group: str
     #: Where the command starts, below the root of the checkout.
     cwd: Path = ROOT
+    #: The programs that come first on PATH: those of a virtual environment.
+    tools: Path = ROOT / ".venv/bin"
     #: On top of the environment that every stage gets.
     env: Mapping[str, str] = field(default_factory=dict)
     #: All of them must be met.

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from stage import BUILD, ROOT, Stage, commands, linux, python, root
 
 PYTHON = ROOT / ".venv/bin/python"
@@ -18,11 +20,11 @@ def lint(name: str, *command: object, **more: object) -> Stage:
     return Stage(name, [PYTHON, *command], group="lint", shares_machine=True, **more)
 
 
-def tests(name: str, interpreter: object, group: str, **more: object) -> Stage:
+def tests(name: str, interpreter: Path, group: str, **more: object) -> Stage:
     """The unit tests under one Python."""
     report = REPORTS / f"{name}.xml"
     command = [interpreter, "-m", "pytest", "-q", "--junit-xml", report, "tests/unit"]
-    return Stage(name, command, group=group, junit=report, **more)
+    return Stage(name, command, group=group, tools=interpreter.parent, junit=report, **more)
 
 
 def yaml_places() -> list[str]:
@@ -81,6 +83,7 @@ STAGES: list[Stage] = [
         "demo-3.11",
         [OLDEST, "tests/lab/demo"],
         group="oldest",
+        tools=OLDEST.parent,
         needs=[linux, commands("cc"), python("3.11")],
         timeout=240,
     ),
