@@ -19,7 +19,7 @@ import signal
 import typing as t
 
 from ..common.errors import CleanslateError
-from .table import ProcFS, Vanished
+from .table import Process, ProcFS, Vanished
 
 
 class Identity(t.NamedTuple):
@@ -81,6 +81,26 @@ class Kernel:
                 % handle.identity.pid,
                 pid=handle.identity.pid,
             ) from None
+        return True
+
+    def may_signal(self, handle: Handle) -> None:
+        """Ask without doing. Raises CleanslateError when this process may not be signalled."""
+        self.signal(handle, 0)
+
+    def look(self, identity: Identity) -> Process | None:
+        """The process as it is now; None when it is gone or its pid belongs to another one."""
+        try:
+            process = self.fs.process(identity.pid)
+        except Vanished:
+            return None
+        return process if process.start_time == identity.start_time else None
+
+    def present(self, pid: int) -> bool:
+        """Whether any process has this pid now."""
+        try:
+            self.fs.process(pid)
+        except Vanished:
+            return False
         return True
 
     def wait(self, handles: t.Sequence[Handle], seconds: float) -> list[Handle]:

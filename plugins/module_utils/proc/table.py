@@ -100,11 +100,16 @@ class Process:
         return [int(word) for word in self.status.get("NSpid", "").split()] or [self.pid]
 
     @property
+    def cgroup_text(self) -> bytes:
+        """C(/proc/P/cgroup) as it is: the paths of all hierarchies."""
+        return self._once("cgroup_text", lambda: self._fs.read(self.pid, "cgroup") or b"")
+
+    @property
     def cgroup(self) -> str:
         """Its cgroup path: of the unified hierarchy, or of systemd's own on a v1 machine; empty when unknown."""
 
         def read() -> str:
-            raw = (self._fs.read(self.pid, "cgroup") or b"").decode("utf-8", "surrogateescape")
+            raw = self.cgroup_text.decode("utf-8", "surrogateescape")
             named = ""
             for line in raw.split("\n"):
                 hierarchy, _sep, rest = line.partition(":")
@@ -167,6 +172,13 @@ class ProcFS:
 
     def pids(self) -> list[int]:
         return sorted(int(name) for name in os.listdir(self.root) if name.isdigit())
+
+    def tasks(self, pid: int) -> list[int]:
+        """The thread ids of a process; none when it is gone."""
+        try:
+            return sorted(int(name) for name in os.listdir(self.path(pid, "task")) if name.isdigit())
+        except OSError:
+            return []
 
     def process(self, pid: int) -> Process:
         """Read one process. Raises Vanished when there is none of this pid."""
