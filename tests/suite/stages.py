@@ -50,6 +50,7 @@ STAGES: list[Stage] = [
         "collection-docs",
         *("-m", "antsibull_docs.cli.antsibull_docs", "lint-collection-docs", "--plugin-docs", "--skip-rstcheck"),
         *("--validate-collection-refs=all", "--disallow-unknown-collection-refs", "."),
+        env={"HOME": str(BUILD)},  # where it writes antsibull.log
     ),
     lint("changelog", "-m", "antsibull_changelog", "lint"),
     lint("dependencies", CHECKS / "dependencies.py"),

@@ -47,7 +47,7 @@ class Suite:
     def run(self, table: str, *names: str, ci: str = "") -> tuple[int, list[str]]:
         """Exit code and lines of output."""
         process = self.start(table, *names, ci=ci)
-        output, _ = process.communicate(timeout=60)
+        output = process.communicate(timeout=60)[0]
         return process.returncode, output.splitlines()
 
 
@@ -166,7 +166,7 @@ def test_interrupted_it_ends_what_runs_and_starts_no_more(suite: Suite) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=30)
+        output = process.communicate(timeout=30)[0]
     finally:
         process.kill()
     assert process.returncode == 1
