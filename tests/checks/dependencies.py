@@ -22,7 +22,7 @@ def main() -> int:
         for line in path.read_text().splitlines():
             if not line or line.startswith(("#", "-r ")):
                 continue
-            name, bounds = re.fullmatch(r"([\w-]+)([^;]*?)\s*(?:;.*)?", line).groups()
+            name, bounds = re.findall(r"^([\w-]+)([^;]*?)\s*(?:;.*)?$", line)[0]
             asked_for.setdefault(name, set()).add(bounds)
             if not re.fullmatch(r">=[\w.]+,<[\w.]+", bounds):
                 findings.append(f"{path.relative_to(ROOT)}: {line}: not a range")

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "ansible_collections.cleanslate.inference.plugins.module_utils"
 
 
-def load_all():
+def load_all() -> int:
     """Import every file of module_utils and compile every module; the exit code."""
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(ROOT / ".collections"))
@@ -35,7 +35,7 @@ def load_all():
     )
     print(f"Python {sys.version.split()[0]}: {len(utils)} utilities, {len(modules)} modules")
     if foreign:
-        print("loaded from outside the standard library: {}".format(", ".join(foreign)))
+        print(f"loaded from outside the standard library: {', '.join(foreign)}")
     return 0 if utils and modules and not foreign else 1
 
 

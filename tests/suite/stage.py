@@ -27,7 +27,7 @@ class Stage:
     """One line of the checks: a command that exits with 0 when all is well."""
 
     name: str
-    command: Sequence[str]
+    command: Sequence[str | Path]
     group: str
     #: Where the command starts, below the root of the checkout.
     cwd: Path = ROOT

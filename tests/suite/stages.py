@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from stage import BUILD, ROOT, Stage, commands, linux, python, root
 
@@ -15,15 +16,15 @@ CHECKS = ROOT / "tests/checks"
 REPORTS = BUILD / "reports"
 
 
-def lint(name: str, *command: object, **more: object) -> Stage:
+def lint(name: str, *command: str | Path, **more: Any) -> Stage:
     """A check that reads the sources and may run beside another one."""
     return Stage(name, [PYTHON, *command], group="lint", shares_machine=True, **more)
 
 
-def tests(name: str, interpreter: Path, group: str, **more: object) -> Stage:
+def tests(name: str, interpreter: Path, group: str, **more: Any) -> Stage:
     """The unit tests under one Python."""
     report = REPORTS / f"{name}.xml"
-    command = [interpreter, "-m", "pytest", "-q", "--junit-xml", report, "tests/unit"]
+    command: list[str | Path] = [interpreter, "-m", "pytest", "-q", "--junit-xml", report, "tests/unit"]
     return Stage(name, command, group=group, tools=interpreter.parent, junit=report, **more)
 
 
@@ -43,6 +44,7 @@ STAGES: list[Stage] = [
     lint("ruff-check", "-m", "ruff", "check", "."),
     lint("ruff-format", "-m", "ruff", "format", "--check", "."),
     lint("mypy", "-m", "mypy", "-p", "ansible_collections.cleanslate.inference.plugins.module_utils"),
+    lint("mypy-tests", "-m", "mypy", "tests/suite", "tests/checks"),
     lint("argument-specs", CHECKS / "argument_specs.py"),
     lint("role-variables", CHECKS / "role_variables.py"),
     lint("action-groups", CHECKS / "action_groups.py"),
