@@ -37,8 +37,9 @@ def roles() -> list[Path]:
     return found
 
 
-def playbooks() -> list[Path]:
-    found = sorted(path for path in ROOT.glob("playbooks/*.yml"))
+def playbooks(with_tasks: bool = False) -> list[Path]:
+    """The playbooks, and the task files below them when asked for."""
+    found = sorted(ROOT.glob("playbooks/**/*.yml" if with_tasks else "playbooks/*.yml"))
     if not found:
         raise CheckError("there is not one playbook in playbooks/")
     return found

@@ -106,7 +106,7 @@ def main() -> int:
                     for file, text in role.texts.items()
                     for name in sorted(other.named(text) - other.public - other.made)
                 ]
-    for playbook in playbooks():
+    for playbook in playbooks(with_tasks=True):
         text = _without_comments(playbook)
         for role in known:
             for name in sorted(role.named(text) - role.public - role.made):
