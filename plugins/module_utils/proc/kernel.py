@@ -25,7 +25,9 @@ from .table import Process, unescape_mount
 _QUERY = struct.Struct("<QQQ QQQQQQ II II QQ")
 _PROCMAP_QUERY = 0xC0686611
 _SHARED, _COVERING_OR_NEXT, _FILE_BACKED = 0x08, 0x10, 0x20
-_LINE = re.compile(rb"^([0-9a-f]+-[0-9a-f]+) ...([sp]) [0-9a-f]+ ([0-9a-f]+):([0-9a-f]+) (\d+) +(/[^\n]*)", re.MULTILINE)
+_LINE = re.compile(
+    rb"^([0-9a-f]+-[0-9a-f]+) ...([sp]) [0-9a-f]+ ([0-9a-f]+):([0-9a-f]+) (\d+) +(/[^\n]*)", re.MULTILINE
+)
 
 
 class Region(t.NamedTuple):

@@ -21,7 +21,7 @@ from .kernel import Files, Mappings, Region
 from .table import Process, ProcFS, Vanished
 
 #: ("c", device number) of a character device, or ("f", file system's device number, inode) of a plain file or socket.
-Key = t.Tuple[t.Any, ...]
+Key = tuple[t.Any, ...]
 Stat = t.Callable[[str], os.stat_result]
 
 

@@ -1,0 +1,76 @@
+# Copyright: Contributors to the cleanslate.inference collection
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+# Private to this collection: no stable interface.
+"""Wait until GPUs are proven free, or until waiting is of no use."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing as t
+
+from ..common.clock import Clock, Deadline
+from ..common.errors import CleanslateError
+from .survey import Surveyor
+from .verdict import FREE, Limits, Verdict, judge, without
+
+
+@dataclasses.dataclass(frozen=True)
+class FreeOptions:
+    limits: Limits = dataclasses.field(default_factory=Limits)
+    #: Seconds to wait, and between two looks.
+    timeout: float = 30.0
+    interval: float = 0.05
+    #: So many looks in a row must be clean: monitoring tools come and go, and memory lags its holder.
+    stable_polls: int = 2
+
+    def check(self) -> None:
+        """Raise CleanslateError on values that mean nothing, naming the option."""
+        if self.timeout < 0:
+            raise CleanslateError("timeout: %g s is no time to wait; give 0 or more." % self.timeout)
+        if self.interval <= 0:
+            raise CleanslateError("interval: %g s between two looks is too short; give more than 0." % self.interval)
+        if self.stable_polls < 1:
+            raise CleanslateError("stable_polls: at least one look is needed, not %d." % self.stable_polls)
+        if self.limits.memory_threshold < 0:
+            raise CleanslateError("memory_threshold: give 0 or more.")
+        if self.limits.expected_count is not None and self.limits.expected_count < 0:
+            raise CleanslateError("expected_count: %d GPUs cannot be." % self.limits.expected_count)
+
+
+class Proof(t.NamedTuple):
+    verdict: Verdict
+    #: Seconds.
+    waited: float
+    polls: int
+
+    def data(self) -> dict[str, t.Any]:
+        return {**self.verdict.data(), "waited": round(self.waited, 3), "polls": self.polls}
+
+
+def prove_free(surveyor: Surveyor, options: FreeOptions, clock: Clock | None = None) -> Proof:
+    """Look until the GPUs are free in C(stable_polls) looks in a row, something permanent shows, or time is over.
+
+    A clean look is followed up even when the time is over: a verdict is not cut short.
+    """
+    options.check()
+    deadline = Deadline(clock or Clock(), options.timeout)
+    clean = polls = 0
+    while True:
+        verdict = judge(surveyor.look(), options.limits)
+        polls += 1
+        clean = clean + 1 if verdict.verdict == FREE else 0
+        if clean >= options.stable_polls or verdict.permanent or (deadline.over and not clean):
+            return Proof(verdict, deadline.elapsed, polls)
+        deadline.clock.pause(options.interval if clean else min(options.interval, deadline.left))
+
+
+def predict_free(
+    surveyor: Surveyor, options: FreeOptions, ended: t.Collection[tuple[int, int]], clock: Clock | None = None
+) -> tuple[Proof, Verdict]:
+    """One look, judged as it is and as it will be when these processes have ended (check mode)."""
+    options.check()
+    deadline = Deadline(clock or Clock(), 0.0)
+    survey = surveyor.look()
+    measured = Proof(judge(survey, options.limits), deadline.elapsed, 1)
+    return measured, judge(without(survey, ended), options.limits)
