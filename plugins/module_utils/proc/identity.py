@@ -16,10 +16,11 @@ import platform
 import re
 import select
 import signal
+import sys
 import typing as t
 
 from ..common.errors import CleanslateError
-from .table import Process, ProcFS, Vanished
+from .table import Hidden, Process, ProcFS, Vanished
 
 
 class Identity(t.NamedTuple):
@@ -53,24 +54,36 @@ class Kernel:
         self.fs = fs or ProcFS()
 
     def open(self, identity: Identity) -> Handle | None:
-        """A handle of exactly this process; None when it is gone or its pid belongs to another one now."""
+        """A handle of exactly this process; None when it is gone or its pid belongs to another one now.
+
+        Raises CleanslateError when that cannot be told: hidden from this user, no descriptor left, no pidfds.
+        """
         try:
             fd = os.pidfd_open(identity.pid)
         except OSError as error:
-            if error.errno in (errno.ESRCH, errno.EINVAL):
+            # ENOENT and EINVAL: what has this number is a thread, or no number of a process.
+            if error.errno in (errno.ESRCH, errno.EINVAL, errno.ENOENT):
                 return None
-            raise
+            raise CleanslateError(
+                "Process %d cannot be watched: %s." % (identity.pid, os.strerror(error.errno or 0)), pid=identity.pid
+            ) from None
         handle = Handle(identity, fd)
         try:
-            if self.fs.process(identity.pid).start_time == identity.start_time:
+            if self.look(identity) is not None:
                 return handle
-        except Vanished:
-            pass
+        except BaseException:
+            handle.close()
+            raise
         handle.close()
         return None
 
     def signal(self, handle: Handle, number: int) -> bool:
-        """Send one signal. False when the process is gone; raises CleanslateError when it may not be signalled."""
+        """Send one signal. False when the process is gone; raises CleanslateError when it may not be signalled.
+
+        Never to the first process: its end is the end of the machine or the container.
+        """
+        if handle.identity.pid <= 1:
+            raise CleanslateError("Process %d is never signalled." % handle.identity.pid, pid=handle.identity.pid)
         try:
             signal.pidfd_send_signal(handle.fd, number)
         except ProcessLookupError:
@@ -88,9 +101,17 @@ class Kernel:
         self.signal(handle, 0)
 
     def look(self, identity: Identity) -> Process | None:
-        """The process as it is now; None when it is gone or its pid belongs to another one."""
+        """The process as it is now; None when it is gone or its pid belongs to another one.
+
+        Raises CleanslateError when this user may not know.
+        """
         try:
             process = self.fs.process(identity.pid)
+        except Hidden:
+            raise CleanslateError(
+                "Process %d is hidden from this user (hidepid). Run the play with become: true." % identity.pid,
+                pid=identity.pid,
+            ) from None
         except Vanished:
             return None
         return process if process.start_time == identity.start_time else None
@@ -99,6 +120,8 @@ class Kernel:
         """Whether any process has this pid now."""
         try:
             self.fs.process(pid)
+        except Hidden:
+            return True
         except Vanished:
             return False
         return True
@@ -113,11 +136,14 @@ class Kernel:
         for fd in by_fd:
             poller.register(fd, select.POLLIN)
         ready = poller.poll(max(0.0, seconds) * 1000)
+        # A closed descriptor polls as ready too, and would pass for a process that has ended.
+        if any(event & select.POLLNVAL for _fd, event in ready):
+            raise ValueError("a handle in wait() is closed")
         return [by_fd[fd] for fd, _event in ready]
 
 
 def require_kernel(release: str | None = None) -> None:
-    """Refuse kernels without pidfds, by name. Raises CleanslateError before anything is done."""
+    """Refuse kernels and interpreters without pidfds, by name. Raises CleanslateError before anything is done."""
     release = release or platform.release()
     match = re.match(r"(\d+)\.(\d+)", release)
     if match and (int(match.group(1)), int(match.group(2))) < (5, 3):
@@ -126,6 +152,13 @@ def require_kernel(release: str | None = None) -> None:
         )
     if not hasattr(os, "pidfd_open") or not hasattr(signal, "pidfd_send_signal"):
         raise CleanslateError(
-            "Python %s has no pidfd support: use Python 3.9 or later (ansible_python_interpreter)."
-            % platform.python_version()
+            "This Python (%s, %s) has no pidfds: use one of version 3.9 or later that was built on Linux 5.3 or later "
+            "(ansible_python_interpreter)." % (sys.executable, platform.python_version())
         )
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        raise CleanslateError(
+            "pidfds are refused here (%s): allow pidfd_open and pidfd_send_signal in the container's seccomp profile."
+            % os.strerror(error.errno or 0)
+        ) from None

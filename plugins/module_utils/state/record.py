@@ -17,7 +17,7 @@ import typing as t
 
 from ..common.errors import CleanslateError
 from ..common.text import show
-from .files import make_dir, read_bytes, remove, write_atomic
+from .files import check_dir, ensure_dir, read_bytes, remove, write_atomic
 
 FORMAT = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
@@ -67,26 +67,51 @@ class InstanceRecord:
     details: dict[str, t.Any] = dataclasses.field(default_factory=dict)
 
 
+_KINDS: dict[str, t.Callable[[t.Any], bool]] = {
+    "str": lambda value: type(value) is str,
+    "int": lambda value: type(value) is int,
+    "bool": lambda value: type(value) is bool,
+    "float": lambda value: type(value) in (int, float),
+    "list[str]": lambda value: type(value) is list and all(type(item) is str for item in value),
+    "list[int]": lambda value: type(value) is list and all(type(item) is int for item in value),
+    "dict[str, t.Any]": lambda value: type(value) is dict,
+}
+
+
+def _is_sound(record: InstanceRecord) -> bool:
+    """Whether each value is of its kind, so that a damaged record is found when it is read and not when it is used."""
+    return all(_KINDS[str(field.type)](getattr(record, field.name)) for field in dataclasses.fields(record))
+
+
 class RecordStore:
-    """All records of this node."""
+    """All records of this node. Every method raises CleanslateError when the folder is not to be trusted or read."""
 
     def __init__(self, state_dir: str = "/var/lib/cleanslate") -> None:
+        self.state_dir = state_dir
         self.folder = os.path.join(state_dir, "instances")
 
     def path(self, name: str) -> str:
         return os.path.join(self.folder, check_name(name) + ".json")
 
+    def _check(self) -> bool:
+        return check_dir(self.state_dir, "state_dir") and check_dir(self.folder, "state_dir")
+
     def names(self) -> list[str]:
+        if not self._check():
+            return []
         try:
             found = os.listdir(self.folder)
-        except FileNotFoundError:
-            return []
+        except OSError as error:
+            raise CleanslateError(
+                "state_dir: %s cannot be read: %s. Run the play with become: true, or set state_dir."
+                % (show(self.folder), os.strerror(error.errno or 0))
+            ) from None
         return sorted(entry[:-5] for entry in found if entry.endswith(".json") and _NAME.fullmatch(entry[:-5]))
 
     def load(self, name: str) -> InstanceRecord | None:
         """The record, None when there is none. Raises CleanslateError when it cannot be understood."""
         path = self.path(name)
-        raw = read_bytes(path)
+        raw = read_bytes(path, trusted=True) if self._check() else None
         if raw is None:
             return None
         mend = "Look at it, and remove it if the instance is gone; nothing was changed."
@@ -94,20 +119,27 @@ class RecordStore:
             data = json.loads(raw.decode("utf-8"))
             if data.pop("format") != FORMAT:
                 raise CleanslateError("%s was written by another version of this collection. %s" % (path, mend))
-            return InstanceRecord(**data)
-        except (ValueError, KeyError, TypeError, AttributeError):
+            record = InstanceRecord(**data)
+            if record.name != name or not _is_sound(record):
+                raise ValueError(name)
+            return record
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise CleanslateError("%s is damaged. %s" % (path, mend)) from None
 
     def all(self) -> list[InstanceRecord]:
+        """Every record. One that cannot be understood is an error: whose processes are whose is then unknown."""
         return [record for record in map(self.load, self.names()) if record is not None]
 
     def save(self, record: InstanceRecord) -> bool:
         """Write the record; returns whether it changed."""
-        make_dir(self.folder, 0o700)
+        path = self.path(record.name)
+        ensure_dir(self.state_dir, "state_dir")
+        ensure_dir(self.folder, "state_dir", 0o700)
         data = dict(dataclasses.asdict(record), format=FORMAT)
         content = json.dumps(data, indent=1, sort_keys=True, ensure_ascii=True).encode("ascii") + b"\n"
-        return write_atomic(self.path(record.name), content, 0o600)
+        return write_atomic(path, content, 0o600)
 
     def forget(self, name: str) -> bool:
         """Remove the record; returns whether there was one."""
-        return remove(self.path(name))
+        path = self.path(name)
+        return self._check() and remove(path)
