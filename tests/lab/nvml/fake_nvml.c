@@ -201,7 +201,7 @@ static int by_order(const void *a, const void *b) {
 }
 
 static int keep(const char *path) {
-    int fd = open(path, O_RDWR | O_CLOEXEC);
+    int fd = open(path, O_RDWR | O_CLOEXEC | O_NOCTTY);
     if (fd < 0) return -1;
     if (number("HOLD", "1") && kept_count < (int)(sizeof kept / sizeof *kept)) kept[kept_count++] = fd;
     else close(fd);

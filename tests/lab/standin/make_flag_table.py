@@ -145,7 +145,9 @@ class HollowFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def import_parser():
     """SGLang's server_args module, imported over hollow dependencies."""
     # The folder of this script holds the stand-in, which is not what we are asking.
-    sys.path[:] = [entry for entry in sys.path if entry and os.path.abspath(entry) != os.path.dirname(os.path.abspath(__file__))]
+    sys.path[:] = [
+        entry for entry in sys.path if entry and os.path.abspath(entry) != os.path.dirname(os.path.abspath(__file__))
+    ]
     sys.meta_path.insert(0, HollowFinder())
     import torch
 
@@ -185,7 +187,10 @@ def describe(action: argparse.Action) -> dict:
         row["type"] = action.type.__name__
     for key in ("nargs", "const", "choices", "default", "metavar"):
         value = plain(getattr(action, key))
-        implied = {"_StoreTrueAction": {"nargs": 0, "const": True, "default": False}, "BooleanOptionalAction": {"nargs": 0}}
+        implied = {
+            "_StoreTrueAction": {"nargs": 0, "const": True, "default": False},
+            "BooleanOptionalAction": {"nargs": 0},
+        }
         if value is not None and implied.get(kind, {}).get(key) != value:
             row[key] = value
     if action.required:
@@ -219,7 +224,9 @@ def dump() -> str:
     by_flag = {action.dest for action in parser._actions}
     fields = []
     for field in server_args.record_fields(server_args.ServerArgs):
-        fields.append([field.name] if field.name in by_flag else [field.name, declared_default(server_args, field.name)])
+        fields.append(
+            [field.name] if field.name in by_flag else [field.name, declared_default(server_args, field.name)]
+        )
     lines = ["{", f' "version": {json.dumps(VERSION)},', ' "flags": [']
     lines.append(",\n".join("  " + json.dumps(row) for row in rows))
     lines += [" ],", ' "fields": [', ",\n".join("  " + json.dumps(field) for field in fields), " ]", "}", ""]
@@ -235,7 +242,9 @@ def run_in(folder: str) -> str:
         open(os.path.join(folder, f"sglang-{VERSION}"), "w").close()
     # A clean environment: choices of some flags depend on SGLANG_* variables.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("SGLANG_", "PYTHON"))}
-    done = subprocess.run([python, os.path.abspath(__file__), "--dump"], check=True, stdout=subprocess.PIPE, env=environment)
+    done = subprocess.run(
+        [python, os.path.abspath(__file__), "--dump"], check=True, stdout=subprocess.PIPE, env=environment
+    )
     return done.stdout.decode()
 
 
@@ -258,7 +267,9 @@ def main() -> int:
             out.write(table)
         return 0
     with open(TABLE, encoding="utf-8") as present:
-        difference = list(difflib.unified_diff(present.read().splitlines(), table.splitlines(), "table", "parser", "", "", 0))
+        difference = list(
+            difflib.unified_diff(present.read().splitlines(), table.splitlines(), "table", "parser", "", "", 0)
+        )
     print("\n".join(difference) or f"the table agrees with the parser of sglang {VERSION}")
     return 1 if difference else 0
 

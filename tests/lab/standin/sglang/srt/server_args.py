@@ -210,7 +210,9 @@ def merge_config(parser, argv):
         return {action.dest} | {o[2:].replace("-", "_") for o in action.option_strings if o.startswith("--")}
 
     flags = {key for a in parser._actions if isinstance(a, argparse._StoreTrueAction) for key in keys(a)}
-    single = {key for a in parser._actions if isinstance(a, argparse._StoreAction) or a.nargs is None for key in keys(a)}
+    single = {
+        key for a in parser._actions if isinstance(a, argparse._StoreAction) or a.nargs is None for key in keys(a)
+    }
     refused = {}
     for action in parser._actions:
         if not isinstance(action, argparse._HelpAction) and "--config" not in action.option_strings:
@@ -219,7 +221,9 @@ def merge_config(parser, argv):
     for key, value in read_config(argv[at + 1]).items():
         name = key.replace("-", "_")
         if name in refused:
-            kind = {"Deprecated": "DeprecatedStoreTrueAction"}.get(type(refused[name]).__name__, type(refused[name]).__name__)
+            kind = {"Deprecated": "DeprecatedStoreTrueAction"}.get(
+                type(refused[name]).__name__, type(refused[name]).__name__
+            )
             raise ValueError(f"Unsupported config option '{name}' with action '{kind}'")
         if isinstance(value, bool) and name in flags:
             words += [f"--{key}"] if value else []

@@ -81,7 +81,8 @@ class Engine:
         tokenizer.attach(files.Loads(paths["loads"]))
         self.tokenizer = tokenizer
         self.startup_time = {
-            "load_weight": self.measured["load_weight"], "kv_cache_allocation": 0.1, "scheduler_e2e": settings.paced(2.0),
+            "load_weight": self.measured["load_weight"], "kv_cache_allocation": 0.1,
+            "scheduler_e2e": settings.paced(2.0),
             "cuda_graph": {key: value and settings.paced(0.3) for key, value in self.measured["graph"].items()},
             "tokenizer_e2e": settings.paced(2.4),
         }  # fmt: skip

@@ -57,7 +57,7 @@ class Nodes:
         descriptor = None
         for _ in range(times - maps):  # each mapping of Python's keeps one more descriptor
             try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY)
             except FileNotFoundError:
                 return
             self.kept.append(descriptor)

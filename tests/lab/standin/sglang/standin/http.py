@@ -14,6 +14,7 @@ import logging
 import os
 import select
 import socket
+import socketserver
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,6 +34,11 @@ RENAMED = {"/get_server_info": "/server_info", "/get_model_info": "/model_info"}
 class Listener(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 2048
+
+    def server_bind(self):
+        """Without HTTPServer's look-up of the host's name, which may wait for a name server."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]
 
 
 class Server:
@@ -96,9 +102,15 @@ class Server:
                 logger.error("Initialization failed. warmup error: no answer from /model_info")
                 processes.kill_tree(logger, include_self=True)
             phases.stumble("warmup", os.getpid())
-            prompt = {"input_ids": [10, 11, 12]} if self.cfg["skip_tokenizer_init"] else {"text": "The capital city of France is"}
+            prompt = (
+                {"input_ids": [10, 11, 12]}
+                if self.cfg["skip_tokenizer_init"]
+                else {"text": "The capital city of France is"}
+            )
             try:
-                status = self.call("POST", "/generate", {**prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 8}})
+                status = self.call(
+                    "POST", "/generate", {**prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 8}}
+                )
             except OSError as error:
                 status = error
             if status != 200:
@@ -287,7 +299,12 @@ class Handler(BaseHTTPRequestHandler):
             ("gauge", "token_usage", ranked, figures.get("token_usage", 0)),
             ("gauge", "gen_throughput", ranked, figures.get("gen_throughput", 0)),
             ("counter", "realtime_tokens_total", ranked + ',mode="decode"', figures.get("decoded", 0)),
-            ("counter", "realtime_tokens_total", ranked + ',mode="prefill_compute"', figures.get("total_prefill_uncached_tokens", 0)),
+            (
+                "counter",
+                "realtime_tokens_total",
+                ranked + ',mode="prefill_compute"',
+                figures.get("total_prefill_uncached_tokens", 0),
+            ),
             ("counter", "prompt_tokens_total", labels, tokenizer.prompt_tokens),
             ("counter", "generation_tokens_total", labels, tokenizer.generated),
             ("counter", "num_requests_total", labels, tokenizer.finished),

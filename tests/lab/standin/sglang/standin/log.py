@@ -52,7 +52,9 @@ def shards(total, seconds):
     for done in (0, total):
         percent = 100 * done // total
         rate = f"{total / max(seconds, 0.01):.2f}" if done else "?"
-        sys.stderr.write(f"\rMulti-thread loading shards: {percent:3d}% Completed | {done}/{total} [00:00<00:00, {rate}it/s]")
+        sys.stderr.write(
+            f"\rMulti-thread loading shards: {percent:3d}% Completed | {done}/{total} [00:00<00:00, {rate}it/s]"
+        )
         sys.stderr.flush()
         if not done:
             wait(seconds)
@@ -61,14 +63,15 @@ def shards(total, seconds):
 
 
 def nccl(device, rank, ranks):
-    """What NCCL says with NCCL_DEBUG=INFO: which variables came from the environment. Nothing without a communicator."""
+    """What NCCL says with NCCL_DEBUG=INFO: which variables the environment set. Nothing without a communicator."""
     if ranks < 2 or os.environ.get("NCCL_DEBUG", "").upper() not in ("INFO", "TRACE"):
         return
     subsystems = os.environ.get("NCCL_DEBUG_SUBSYS", "INIT,ENV").upper().split(",")
     head = f"{socket.gethostname()}:{os.getpid()}:{os.getpid()} [{device}] NCCL INFO"
     lines = ["NCCL version 2.30.7+cuda13.3"]
     if "INIT" in subsystems or "ALL" in subsystems:
-        lines.append(f"ncclCommInitRank comm 0x32979b80 rank {rank} nranks {ranks} cudaDev {device} nvmlDev {device} - Init START")
+        where = f"rank {rank} nranks {ranks} cudaDev {device} nvmlDev {device}"
+        lines.append(f"ncclCommInitRank comm 0x32979b80 {where} - Init START")
     if "ENV" in subsystems or "ALL" in subsystems:
         kinds = nccl_kinds()
         for name in sorted(name for name in os.environ if name in kinds and name not in NCCL_SILENT):

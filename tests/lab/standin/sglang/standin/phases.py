@@ -39,7 +39,8 @@ def stumble(phase, main_pid):
     if how == "oom":
         raise StartFailed(
             "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
-            "139.81 GiB of which 1.12 GiB is free. Including non-PyTorch memory, this process has 138.68 GiB memory in use."
+            "139.81 GiB of which 1.12 GiB is free. Including non-PyTorch memory, this process has 138.68 GiB "
+            "memory in use."
         )
     if how == "nccl":
         raise StartFailed(
@@ -165,8 +166,12 @@ def capture(cfg, memory, rank, main_pid):
     kinds = [("target decode", "decode", 1)]
     if cfg["speculative_algorithm"] is not None:
         width = cfg["speculative_num_draft_tokens"] or 1
-        kinds = [("target verify", "target_verify", width), ("draft decode", "draft_decode", cfg["speculative_eagle_topk"] or 1),
-                 ("draft extend", "draft_extend", width)]  # fmt: skip
+        branches = cfg["speculative_eagle_topk"] or 1
+        kinds = [
+            ("target verify", "target_verify", width),
+            ("draft decode", "draft_decode", branches),
+            ("draft extend", "draft_extend", width),
+        ]
     if plan["decode"]["backend"] == "disabled":
         stumble("graph", main_pid)
         return used
@@ -180,12 +185,19 @@ def capture(cfg, memory, rank, main_pid):
         stumble("graph", main_pid)
         if rank == 0:
             free = memory.free
-            log.bar(lambda done, free=free: f"Capturing batches (bs={sizes[-max(done, 1)]} avail_mem={free:.2f} GB): ", len(sizes), seconds)
+            log.bar(
+                lambda done, free=free: f"Capturing batches (bs={sizes[-max(done, 1)]} avail_mem={free:.2f} GB): ",
+                len(sizes),
+                seconds,
+            )
         else:
             wait(seconds)
         memory.take(0.08)
         used[key] = 0.08
         logger.info(
-            "Capture %s CUDA graph end. elapsed=%.2f s, mem usage=0.08 GB, avail mem=%.2f GB.", title, seconds, memory.free
+            "Capture %s CUDA graph end. elapsed=%.2f s, mem usage=0.08 GB, avail mem=%.2f GB.",
+            title,
+            seconds,
+            memory.free,
         )
     return used

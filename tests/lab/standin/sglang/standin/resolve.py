@@ -92,7 +92,9 @@ def resolve_speculation(cfg, model):
     algorithm = cfg["speculative_algorithm"]
     if cfg["speculative_use_block_verification"]:
         if algorithm not in ("EAGLE", "EAGLE3", "DFLASH", "DSPARK"):
-            raise ValueError("--speculative-use-block-verification only supports EAGLE / EAGLE3 / NEXTN / DFLASH / DSPARK.")
+            raise ValueError(
+                "--speculative-use-block-verification only supports EAGLE / EAGLE3 / NEXTN / DFLASH / DSPARK."
+            )
         if cfg["device"] != "cuda":
             raise ValueError("--speculative-use-block-verification only supports CUDA or ROCm.")
         cfg["speculative_use_rejection_sampling"] |= algorithm in ("EAGLE", "EAGLE3")
@@ -136,7 +138,9 @@ def resolve_adaptive(cfg):
     steps = ADAPTIVE_STEPS
     if cfg["speculative_adaptive_config"]:
         with open(cfg["speculative_adaptive_config"], encoding="utf-8") as file:
-            steps = sorted({n for entry in json.load(file).values() if isinstance(entry, dict) for n in entry["candidate_steps"]})
+            steps = sorted(
+                {n for entry in json.load(file).values() if isinstance(entry, dict) for n in entry["candidate_steps"]}
+            )
     cfg["speculative_eagle_topk"] = 1
     if cfg["speculative_num_steps"] is None:
         cfg["speculative_num_steps"] = steps[len(steps) // 2]

@@ -24,7 +24,7 @@ DECODE_LOG_INTERVAL = 40
 
 
 def title_suffix(cfg, place):
-    """" DP0 TP1": the ranks that there is more than one of."""
+    """ " DP0 TP1": the ranks that there is more than one of."""
     parts = [f"DP{place['dp']}"] if cfg["dp_size"] > 1 else []
     parts += [f"PP{place['pp']}"] if cfg["pp_size"] > 1 else []
     parts += [f"TP{place['tp']}"] if cfg["tp_size"] > 1 else []
@@ -41,11 +41,17 @@ def run(cfg, place, paths, main_pid, ready, ring):
     log.configure(suffix, cfg["log_level"])
     try:
         Scheduler(cfg, place, paths, main_pid, ready, ring).serve()
-    except Exception as error:
-        text = traceback.format_exc() if not isinstance(error, phases.StartFailed) else f"Traceback (most recent call last):\n{error}\n"
-        logger.error("Scheduler hit an exception: %s", text)
-        os.kill(main_pid, signal.SIGQUIT)
-        for_ever()
+    except phases.StartFailed as error:
+        fail(f"Traceback (most recent call last):\n{error}\n", main_pid)
+    except (OSError, ValueError, KeyError, TypeError):
+        fail(traceback.format_exc(), main_pid)
+
+
+def fail(text, main_pid):
+    """Tell the log, and the main process by SIGQUIT; that one ends us."""
+    logger.error("Scheduler hit an exception: %s", text)
+    os.kill(main_pid, signal.SIGQUIT)
+    for_ever()
 
 
 class Scheduler:
@@ -72,7 +78,11 @@ class Scheduler:
         if self.rank == 0:
             if world > 1:
                 self.kept.append(files.shared("mq", files.MQ_SIZE))
-            self.inbox, self.detokenizer, self.tokenizer = Inbox(paths["scheduler"]), Outbox(paths["detokenizer"]), Outbox(paths["tokenizer"])
+            self.inbox, self.detokenizer, self.tokenizer = (
+                Inbox(paths["scheduler"]),
+                Outbox(paths["detokenizer"]),
+                Outbox(paths["tokenizer"]),
+            )
             self.loads = files.Loads(paths["loads"])
         self.waiting, self.running = [], []
         self.prompt_tokens = self.decoded = self.steps = self.verified = 0
