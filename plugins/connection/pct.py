@@ -21,8 +21,8 @@ description:
 extends_documentation_fragment:
   - cleanslate.inference.ssh_options
 notes:
-  - Options that begin with C(ssh) are those of P(ansible.builtin.ssh#connection) and concern the connection to the hypervisor.
-  - Without a terminal (see O(use_tty)) a command that was started keeps running in the container when the connection is lost.
+  - Options that begin with C(ssh) are those of P(ansible.builtin.ssh#connection), for the connection to the hypervisor.
+  - Without a terminal (see O(use_tty)) a command keeps running in the container when the connection is lost.
 options:
   vmid:
     description:
@@ -83,7 +83,7 @@ options:
     default: root
   pipelining:
     description:
-      - Send a module through the connection's standard input rather than as a file, which makes one round trip out of six.
+      - Send a module through the connection's standard input rather than as a file, one round trip instead of six.
     type: bool
     default: true
     env:
@@ -101,8 +101,8 @@ options:
       - name: ansible_ssh_pipelining
   use_tty:
     description:
-      - Ask for a terminal on the hypervisor for commands that get no input. It mixes the command's stderr into its stdout;
-        C(su) as become method needs it.
+      - Ask for a terminal on the hypervisor for commands that get no input. It mixes the command's stderr into its
+        stdout; C(su) as become method needs it.
     type: bool
     default: false
     vars:

@@ -43,7 +43,8 @@ def _without_versions(value: t.Any) -> t.Any:
 
 def _documentation() -> str:
     options = yaml.safe_load(ssh.DOCUMENTATION)["options"]
-    return yaml.safe_dump({"options": {name: _without_versions(options[name]) for name in sorted(set(options) - _LEFT_OUT)}})
+    kept = {name: _without_versions(options[name]) for name in sorted(set(options) - _LEFT_OUT)}
+    return yaml.safe_dump({"options": kept})
 
 
 # Outside the class: documentation linters read assignments inside it as text.

@@ -5,10 +5,10 @@
 # Private to this collection: no stable interface.
 """How a command gets from a hypervisor's shell into a guest, and what its end means. Pure: builds words, reads results.
 
-Facts: Proxmox's `pct exec` is `lxc-attach` with checks before it (pve-container, PVE/CLI/pct.pm); its failures end with 2
-or 255, a command's own code is passed through, and ssh ends with 255 itself. So the code alone cannot be told apart.
-Everything that enters a guest therefore reports its code on stderr, behind a token that only this call knows: with a
-report, the code is the command's; without one, the command never ended there, and the text says why.
+Facts: Proxmox's `pct exec` is `lxc-attach` with checks before it (pve-container, PVE/CLI/pct.pm); its failures end with
+2 or 255, a command's own code is passed through, and ssh ends with 255 itself. So the code alone does not tell whose it
+is. Everything that enters a guest therefore reports its code on stderr, behind a token that only this connection knows:
+with a report, the code is the command's; without one, the command never ended there, and the text says why.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable
 GUEST_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # Words: the command, the token. HOME comes from the guest's own user database; a login by ssh would start there, too.
 REPORTING = (
-    f"HOME=~root PATH={GUEST_PATH} USER=root LOGNAME=root; export HOME PATH USER LOGNAME; cd 2>/dev/null;"
+    f"HOME=~root PATH={GUEST_PATH} USER=root LOGNAME=root; export HOME PATH USER LOGNAME; cd 2>/dev/null; unset OLDPWD;"
     ' /bin/sh -c "$0"; echo "$1 $?" >&2'
 )
 
@@ -86,7 +86,8 @@ class Entry:
                 return meaning.format(*found.groups(), vmid=self.vmid), False
         if returncode == 255:
             return text.strip(), True
-        return f"the command's end was not reported (code {returncode}), the guest may have stopped: {text.strip()}", False
+        problem = f"the command's end was not reported (code {returncode}), the guest may have stopped: {text.strip()}"
+        return problem, False
 
 
 COMMON_PROBLEMS = (

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="lab", description="A fleet of hypervisors with GPU guests; README.md tells more.")
+    top = argparse.ArgumentParser(prog="lab", description="A fleet of hypervisors with GPU guests (see README.md).")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run, text: str) -> argparse.ArgumentParser:
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("guests", type=int, help="guests of each hypervisor")
         made.add_argument("gpus", type=int, help="GPUs of each hypervisor")
         made.add_argument("--share", action="store_true", help="every guest gets all GPUs of its hypervisor")
-        made.add_argument("--sglang", action="store_true", help="the first guest of each hypervisor has the real SGLang")
+        made.add_argument("--sglang", action="store_true", help="each hypervisor's first guest has the real SGLang")
 
     command("deps", do_deps, "install what the lab needs of the machine")
     command("rootfs", do_rootfs, "build the common file tree")
@@ -117,7 +117,8 @@ def bring_up(place: Place, options: argparse.Namespace) -> None:
         machine.down(place)
         raise
     inventory.write(place, fleet)
-    print(f"{len(fleet)} hypervisors, {sum(len(host.guests) for host in fleet)} guests in {time.monotonic() - begun:.1f} s")
+    guests = sum(len(host.guests) for host in fleet)
+    print(f"{len(fleet)} hypervisors, {guests} guests in {time.monotonic() - begun:.1f} s")
 
 
 def need_commands() -> None:
@@ -131,7 +132,8 @@ def do_status(place: Place, options: argparse.Namespace) -> None:
     print(row.format("HOST", "ADDRESS", "GUEST", "KIND", "STATE", "GPUS", "LOCK"))
     for host in machine.the_fleet(place):
         states = guest_states(place, host)
-        print(row.format(host.name, host.address, "", "hypervisor", "up" if states is not None else "down", host.gpus, ""))
+        state = "down" if states is None else "up"
+        print(row.format(host.name, host.address, "", "hypervisor", state, host.gpus, "").rstrip())
         for guest in host.guests:
             state, lock = (states or {}).get(str(guest.vmid), ("-", ""))
             gpus = ",".join(map(str, guest.gpus))

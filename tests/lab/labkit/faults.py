@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import subprocess
+import shlex
 from collections.abc import Callable
 
 from . import machine
-from .fleet import Guest, Hypervisor
+from .fleet import Guest
 from .place import LabError, Place, run
 
 # Runs on the hypervisor, in the guest's mount namespace. Each path gets an overlay whose upper layer is a full tmpfs:
@@ -51,8 +51,6 @@ class Target:
                     return
         raise LabError(f"no {text} in this lab")
 
-    host: Hypervisor
-
     @property
     def guest(self) -> Guest:
         if self._guest is None:
@@ -70,11 +68,7 @@ class Target:
 
     def in_guest_mounts(self, script: str, *words: str) -> str:
         pid = f"$(lxc-info -n {self.guest.vmid} -p -H)"
-        return self.on_hypervisor(f"nsenter -t {pid} -m -- sh -c {quote(script)} lab {' '.join(map(quote, words))}")
-
-
-def quote(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
+        return self.on_hypervisor(f"nsenter -t {pid} -m -- {shlex.join(['sh', '-c', script, 'lab', *words])}")
 
 
 def network(state: str) -> Callable[[Target], None]:
@@ -127,7 +121,8 @@ def migrate(target: Target) -> None:
 
 def migrate_back(target: Target) -> None:
     vmid = target.guest.vmid
-    target.on_hypervisor(f"mv /etc/pve/nodes/*/lxc/{vmid}.conf /etc/pve/nodes/{target.host.name}/lxc/ && pct start {vmid}")
+    target.on_hypervisor(f"mv /etc/pve/nodes/*/lxc/{vmid}.conf /etc/pve/nodes/{target.host.name}/lxc/")
+    target.on_hypervisor(f"pct start {vmid}")
 
 
 KINDS: dict[str, tuple[Callable[[Target], None], str]] = {
@@ -151,8 +146,3 @@ def break_(place: Place, kind: str, text: str) -> None:
     except KeyError:
         raise LabError(f"no such fault: {kind} (one of {', '.join(KINDS)})") from None
     change(Target(place, text))
-
-
-def pct_state(place: Place, host: Hypervisor) -> str:
-    done = machine.ssh(place, host, ["pct", "list"], stdin=subprocess.DEVNULL, capture_output=True)
-    return done.stdout if done.returncode == 0 else ""

@@ -1,7 +1,7 @@
 # Copyright: Contributors to the cleanslate.inference collection
 # GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""What a fleet consists of: hypervisors, guests, their kinds, addresses and GPUs. Pure; nothing here touches the machine."""
+"""What a fleet consists of: hypervisors, guests, their kinds, addresses and GPUs. Nothing here touches the machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_HYPERVISORS, MOST_GUESTS = 20, 99
 
 @dataclasses.dataclass(frozen=True)
 class Guest:
-    """A guest: `privileged` and `locked` and `noname` ones have bind-mounted nodes, `passthrough` ones have devN: lines."""
+    """A guest: `passthrough` ones have devN: lines, all others have bind-mounted nodes."""
 
     vmid: int
     kind: str
@@ -36,7 +36,8 @@ class Guest:
 
     @property
     def unprivileged(self) -> bool:
-        return self.kind == "unprivileged"
+        # Passthrough goes with both; the first of a hypervisor is privileged.
+        return self.kind == "unprivileged" or (self.kind == "passthrough" and self.vmid % 100 > len(FIRST_KINDS))
 
     @property
     def base(self) -> str:
@@ -64,7 +65,7 @@ class Hypervisor:
 
 
 def make_fleet(hypervisors: int, guests: int, gpus: int, share: bool = False, sglang: bool = False) -> list[Hypervisor]:
-    """A fleet. GPUs are dealt out to the guests evenly; with fewer GPUs than guests, or with `share`, guests share them."""
+    """A fleet. GPUs are dealt out evenly; with fewer GPUs than guests, or with `share`, guests share them."""
     if not (1 <= hypervisors <= MOST_HYPERVISORS and 0 <= guests <= MOST_GUESTS and gpus >= 0):
         raise ValueError(f"between 1 and {MOST_HYPERVISORS} hypervisors, 0 and {MOST_GUESTS} guests")
     return [
@@ -137,7 +138,7 @@ def guest_conf(guest: Guest, host: Hypervisor, majors: list[int]) -> str:
         keys["tags"] = "gpu"
     raw = []
     if guest.kind == "passthrough":
-        keys.update((f"dev{number}", f"{node},mode=0666") for number, node in enumerate(nodes))
+        keys.update((f"dev{number}", f"{node},gid=44") for number, node in enumerate(nodes))
     else:
         raw = [f"lxc.cgroup2.devices.allow: c {major}:* rwm" for major in majors]
         raw += [f"lxc.mount.entry: {node} {node[1:]} none bind,optional,create=file" for node in nodes]

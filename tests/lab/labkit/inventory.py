@@ -12,7 +12,7 @@ from .fleet import Hypervisor
 from .place import CHECKOUT, Place, quoted
 
 FOLDER = CHECKOUT / "inventories" / "lab"
-HEAD = "# Written by `tests/lab/lab inventory` for the fleet that is up. Use it inside the lab: `tests/lab/lab run ansible …`.\n"
+HEAD = "# Written by `tests/lab/lab inventory` for the fleet that is up; its ssh enters the lab's network by itself.\n"
 
 
 def inventory(place: Place, fleet: list[Hypervisor]) -> dict:
@@ -41,6 +41,7 @@ def inventory(place: Place, fleet: list[Hypervisor]) -> dict:
     shared = {
         "ansible_user": "root",
         "ansible_ssh_private_key_file": str(place.key),
+        "ansible_ssh_executable": str(place.ssh_wrapper),
         "ansible_ssh_common_args": shell_quoted(ssh),
         "ansible_python_interpreter": "/usr/bin/python3",
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ def up(place: Place, fleet: list[Hypervisor], seconds: float = 180) -> None:
     majors = sorted({major for major, _ in gpus + controls})
     save_fleet(fleet, place.fleet_file)
     write_known_hosts(place, fleet)
+    write_ssh(place)
     make_network(place)
     for host in fleet:
         write_hypervisor(place, host, gpus, controls, majors)
@@ -46,9 +48,10 @@ def start(place: Place, hosts: list[Hypervisor]) -> None:
 
 
 def down(place: Place) -> None:
-    """End the lab: processes by its cgroup, then the network, then the files but the trees. Works on any left-over state."""
+    """End the lab: processes by its cgroup, then the network, then the files but the trees; whatever state it is in."""
     kill_cgroup(place)
     if place.has_network():
+        kill_in_network(place)
         run(["ip", "netns", "del", place.netns])
     for path in place.folder.glob("px*"):
         trees.remove_tree(path)
@@ -58,7 +61,7 @@ def down(place: Place) -> None:
     place.known_hosts.unlink(missing_ok=True)
 
 
-# --- cgroup -------------------------------------------------------------------------------------------------------------
+# --- cgroup ---------------------------------------------------------------------------------------------------------
 
 
 def cgroup2() -> Path | None:
@@ -69,28 +72,47 @@ def cgroup2() -> Path | None:
     return None
 
 
-@contextlib.contextmanager
-def cgroup_tree(place: Place) -> Iterator[Path | None]:
-    root = cgroup2()
-    yield root / place.name if root and (root / place.name).is_dir() else None
-
-
 def kill_cgroup(place: Place, seconds: float = 20) -> None:
     """Kill all that runs in the lab (the kernel does it in one step) and remove its cgroups."""
-    with cgroup_tree(place) as top:
-        if top is None:
-            return
-        (top / "cgroup.kill").write_text("1", encoding="ascii")
-        poll(lambda: "populated 0" in (top / "cgroup.events").read_text(encoding="ascii"), seconds, "processes to end")
-        for folder, _, _ in os.walk(top, topdown=False):
-            os.rmdir(folder)
+    root = cgroup2()
+    top = root / place.name if root else None
+    if top is None or not top.is_dir():
+        return
+    (top / "cgroup.kill").write_text("1", encoding="ascii")
+    poll(lambda: "populated 0" in (top / "cgroup.events").read_text(encoding="ascii"), seconds, "processes to end")
+    for folder, _, _ in os.walk(top, topdown=False):
+        os.rmdir(folder)
+
+
+def kill_in_network(place: Place) -> None:
+    """Kill what is in the lab's network but not in its cgroup: masters of multiplexed ssh, runs of `lab run`."""
+    network = os.stat(f"/run/netns/{place.netns}")
+    spared = set(ancestry())
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        with contextlib.suppress(ProcessLookupError, PermissionError, FileNotFoundError):
+            handle = os.pidfd_open(pid)
+            try:
+                found = os.stat(f"/proc/{pid}/ns/net")
+                if pid not in spared and (found.st_dev, found.st_ino) == (network.st_dev, network.st_ino):
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+            finally:
+                os.close(handle)
+
+
+def ancestry() -> Iterator[int]:
+    """This process and those above it: `lab down` may run inside `lab run`."""
+    pid = os.getpid()
+    while pid > 0:
+        yield pid
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+        pid = int(status.split("PPid:")[1].split()[0])
 
 
 def kill_hypervisor(place: Place, host: Hypervisor) -> None:
     place.run_inside(["lxc-stop", "-P", INSIDE, "-n", host.name, "-k"])
 
 
-# --- network and keys ---------------------------------------------------------------------------------------------------
+# --- network and keys -----------------------------------------------------------------------------------------------
 
 
 def make_network(place: Place) -> None:
@@ -112,13 +134,20 @@ def write_known_hosts(place: Place, fleet: list[Hypervisor]) -> None:
     place.known_hosts.write_text("".join(f"{host.address} {key}\n" for host in fleet), encoding="ascii")
 
 
-# --- one hypervisor -----------------------------------------------------------------------------------------------------
+def write_ssh(place: Place) -> None:
+    """An ssh that starts in the lab's network: the inventory names it, so that Ansible itself need not run there."""
+    lines = ["#!/bin/sh", f"exec nsenter --net=/run/netns/{place.netns} -- ssh \"$@\""]
+    place.ssh_wrapper.write_text("\n".join(lines) + "\n", encoding="ascii")
+    place.ssh_wrapper.chmod(0o755)
+
+
+# --- one hypervisor -------------------------------------------------------------------------------------------------
 
 
 def write_hypervisor(
     place: Place, host: Hypervisor, gpus: list[tuple[int, int]], controls: list[tuple[int, int]], majors: list[int]
 ) -> None:
-    """Its LXC configuration, what its own boot reads (/etc/lab), and its guests' configurations in the cluster folder."""
+    """Its LXC configuration, what its own boot reads (/etc/lab), its guests' configurations in the cluster folder."""
     folder = place.folder / host.name
     delta = folder / "delta"
     for path in (folder / "vz", delta / "etc/lab", delta / "etc/pve", delta / "root/.ssh"):
@@ -189,7 +218,7 @@ def lxc_config(place: Place, host: Hypervisor) -> str:
     return "\n".join(lines + [f"lxc.mount.entry = {entry} 0 0" for entry in mounts]) + "\n"
 
 
-# --- waiting ------------------------------------------------------------------------------------------------------------
+# --- waiting --------------------------------------------------------------------------------------------------------
 
 
 def poll(condition: Callable[[], bool], seconds: float, what: str, interval: float = 0.05) -> None:
@@ -220,12 +249,19 @@ def wait_ready(place: Place, hosts: list[Hypervisor], seconds: float) -> None:
         def ready(host: Hypervisor = host) -> bool:
             if host.name not in pids:
                 pids.update(init_pids(place, hosts))
-            return host.name in pids and os.path.exists(f"/proc/{pids[host.name]}/root/run/lab-guests-ready")
+            return host.name in pids and arrived(f"/proc/{pids[host.name]}/root/run")
 
         try:
             poll(ready, max(0.0, deadline - time.monotonic()), f"{host.name} and its guests")
         except LabError as error:
             raise LabError(f"{error}\n{journal(place, host)}") from None
+
+
+def arrived(run_folder: str) -> bool:
+    """Whether a hypervisor's guests are up, by the file that its boot leaves; a LabError when that failed."""
+    if os.path.exists(f"{run_folder}/lab-guests-failed"):
+        raise LabError("a guest did not start")
+    return os.path.exists(f"{run_folder}/lab-guests-ready")
 
 
 def journal(place: Place, host: Hypervisor) -> str:

@@ -3,10 +3,10 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Where a lab lives, what it is called, and how a command gets into its namespaces.
 
-Everything a lab writes is in one folder (build/lab of the checkout, or CLEANSLATE_LAB_DIR). Its processes see that folder
-at /mnt, by a bind mount in their own mount namespace: LXC and overlayfs do not take spaces, colons or commas in paths, and
-a checkout may have them. Its network is a network namespace, its processes are in a cgroup; both have names of their own
-for each folder, so that labs of several checkouts do not meet.
+Everything a lab writes is in one folder (build/lab of the checkout, or CLEANSLATE_LAB_DIR). Its processes see that
+folder at /mnt, by a bind mount in their own mount namespace: LXC and overlayfs do not take spaces, colons or commas in
+paths, and a checkout may have them. Its network is a network namespace, its processes are in a cgroup; both have names
+of their own for each folder, so that labs of several checkouts do not meet.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Place:
         self.name = "cslab-" + hashlib.sha256(os.fsencode(self.folder)).hexdigest()[:6]
         self.netns = self.name
         self.key = self.folder / "key"
+        self.ssh_wrapper = self.folder / "ssh"
         self.known_hosts = self.folder / "known_hosts"
         self.rootfs = self.folder / "rootfs"
         self.fleet_file = self.folder / "fleet.json"

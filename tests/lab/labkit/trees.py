@@ -41,7 +41,7 @@ def missing_commands() -> list[str]:
 
 
 def build(place: Place, suite: str = "trixie", folder: str = "rootfs", packages: str = TREE_PACKAGES) -> bool:
-    """Build a tree unless it is there; whether it was built. A tree is complete when its `.done` has the recipe's text."""
+    """Build a tree unless it is there; whether it was built. A complete tree has its recipe's text in `.done`."""
     tree = place.folder / folder
     recipe = f"{suite} {packages} {MASKED}\n"
     done = tree / ".done"
@@ -49,7 +49,7 @@ def build(place: Place, suite: str = "trixie", folder: str = "rootfs", packages:
         return False
     remove_tree(tree)
     place.folder.mkdir(parents=True, exist_ok=True)
-    excluded = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "man", "locale", "info", "bash-completion")]
+    unread = ("doc", "man", "locale", "info", "bash-completion")
     place.run_inside(
         [
             "mmdebstrap",
@@ -57,7 +57,7 @@ def build(place: Place, suite: str = "trixie", folder: str = "rootfs", packages:
             "--variant=minbase",
             '--aptopt=Acquire::Languages "none"',
             '--aptopt=APT::Install-Recommends "false"',
-            *excluded,
+            *(f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in unread),
             f"--include={','.join(packages.split())}",
             suite,
             f"{INSIDE}/{folder}",
@@ -75,7 +75,7 @@ def build(place: Place, suite: str = "trixie", folder: str = "rootfs", packages:
 
 
 def bake(place: Place) -> None:
-    """Put the lab's own files into the tree; cheap, done before each `up`, so that an edited stand-in counts at once."""
+    """Put the lab's own files into the trees; cheap, done by each `up`, so that an edited stand-in counts at once."""
     tree = place.rootfs
     for name, mode in (("lab-host", 0o755), ("lab-guests", 0o755)):
         install(HERE / "hypervisor" / name, tree / "usr/local/sbin" / name, mode)
@@ -165,7 +165,10 @@ def link(path: Path, target: str) -> None:
 
 
 def remove_tree(tree: Path) -> None:
-    """Remove a folder of ours; a mount under it (there is none outside the lab's namespace) stops that."""
-    if any(line.split()[4].startswith(f"{tree}/") for line in open("/proc/self/mountinfo", encoding="utf-8")):
-        raise LabError(f"something is mounted under {tree}")
-    shutil.rmtree(tree, ignore_errors=False) if tree.exists() else None
+    """Remove a folder of ours; a mount under it (there is none outside the lab's own namespace) stops that."""
+    if not tree.exists():
+        return
+    with open("/proc/self/mountinfo", encoding="utf-8") as mounts:
+        if any(line.split()[4].startswith(f"{tree}/") for line in mounts):
+            raise LabError(f"something is mounted under {tree}")
+    shutil.rmtree(tree)
