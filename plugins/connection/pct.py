@@ -79,7 +79,6 @@ options:
       - User inside the container. C(pct exec) enters as root; use C(become) for others. It is an option because Ansible
         asks for it to find home directories.
     type: str
-    choices: [root]
     default: root
   pipelining:
     description:
@@ -179,9 +178,7 @@ class Connection(SshConnection):
         finally:
             self.set_option(name, kept)
 
-    def _bare_run(
-        self, cmd: list[bytes], in_data: bytes | None, sudoable: bool = True, checkrc: bool = True
-    ) -> Result:
+    def _bare_run(self, cmd: list[bytes], in_data: bytes | None, sudoable: bool = True, checkrc: bool = True) -> Result:
         """One run of ssh. The parent sees 255, and may try again, only when it was ssh that failed."""
         returncode, stdout, stderr = super()._bare_run(cmd, in_data, sudoable=sudoable, checkrc=False)
         self._outcome = self._entry.outcome(returncode, stdout, stderr)

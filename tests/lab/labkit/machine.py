@@ -136,7 +136,7 @@ def write_known_hosts(place: Place, fleet: list[Hypervisor]) -> None:
 
 def write_ssh(place: Place) -> None:
     """An ssh that starts in the lab's network: the inventory names it, so that Ansible itself need not run there."""
-    lines = ["#!/bin/sh", f"exec nsenter --net=/run/netns/{place.netns} -- ssh \"$@\""]
+    lines = ["#!/bin/sh", f'exec nsenter --net=/run/netns/{place.netns} -- ssh "$@"']
     place.ssh_wrapper.write_text("\n".join(lines) + "\n", encoding="ascii")
     place.ssh_wrapper.chmod(0o755)
 

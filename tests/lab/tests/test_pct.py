@@ -219,7 +219,9 @@ def test_skiplock_and_unlock(lab: Lab) -> None:
         assert lab.on_host("pct start {locked}").stderr == "CT is locked (backup)\n"
         assert lab.on_host("pct start {locked} --skiplock").returncode == 0
         assert lab.on_host("pct unlock {locked}").returncode == 0
-        assert lab.on_host("pct set {locked} --memory 2049; pct config {locked} | grep ^memory").stdout == "memory: 2049\n"
+        assert (
+            lab.on_host("pct set {locked} --memory 2049; pct config {locked} | grep ^memory").stdout == "memory: 2049\n"
+        )
         assert lab.on_host("pct set {locked} --delete memory; pct config {locked} | grep -c ^memory").stdout == "0\n"
     finally:
         lab.on_host("pct set {locked} --memory 2048; echo 'lock: backup' >> /etc/pve/lxc/{locked}.conf")
@@ -250,7 +252,9 @@ def test_a_failed_start_shows_the_log_on_stdout(lab: Lab) -> None:
 def test_a_missing_node_of_an_optional_bind_mount_does_not(lab: Lab) -> None:
     conf = "/etc/pve/lxc/{stopped}.conf"
     try:
-        lab.on_host(f"cp {conf} /root/kept; echo 'lxc.mount.entry: /dev/nosuch dev/x none bind,optional,create=file' >> {conf}")
+        lab.on_host(
+            f"cp {conf} /root/kept; echo 'lxc.mount.entry: /dev/nosuch dev/x none bind,optional,create=file' >> {conf}"
+        )
         assert lab.on_host("pct start {stopped}").returncode == 0
         assert lab.on_host("pct exec {stopped} -- test -c /dev/x").returncode == 1
     finally:
@@ -314,7 +318,7 @@ def test_a_passthrough_node_is_another_inode_with_the_same_number(lab: Lab) -> N
 
     gpu = next(guest.gpus[0] for guest in lab.host.guests if guest.kind == "passthrough")
     show = f"stat -c '%d/%i %t:%T %a' /dev/nvidia{gpu}"
-    host, guest = node(show), node(f'pct exec {{passthrough}} -- {show}')
+    host, guest = node(show), node(f"pct exec {{passthrough}} -- {show}")
     assert host[0] != guest[0]
     assert host[1] == guest[1]
     assert guest[2] == "660"
