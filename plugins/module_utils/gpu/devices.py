@@ -279,7 +279,7 @@ def driver_gpus(proc: str = "/proc") -> list[NvmlGpu]:
     Source: C(/proc/driver/nvidia/gpus/ADDRESS/information), fields Model, GPU UUID and Device Minor.
     """
     folder = os.path.join(proc, "driver/nvidia/gpus")
-    out = []
+    out: list[NvmlGpu] = []
     for address in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
         fields = {}
         for line in _read(os.path.join(folder, address, "information")).splitlines():
@@ -306,16 +306,16 @@ def combine(nodes: Nodes, nvml: NvmlSnapshot, proc: str = "/proc") -> Devices:
     known: t.Sequence[NvmlGpu] = nvml.gpus if nvml.ok else ([] if nodes.simulated else driver_gpus(proc))
     gpus: list[Gpu] = []
     lost: list[NvmlGpu] = []
-    for gpu in known:
-        if gpu.minor is None and gpu.error is not None:
-            lost.append(gpu)
+    for seen in known:
+        if seen.minor is None and seen.error is not None:
+            lost.append(seen)
             continue
-        gpus.append(_gpu(gpu, by_minor.pop(gpu.minor, None), nodes, everywhere, nvml.ok))
+        gpus.append(_gpu(seen, by_minor.pop(seen.minor, None), nodes, everywhere, nvml.ok))
     # NVML gives no minor number of a GPU whose handle fails. Where as many nodes are left, they are theirs.
     left = [by_minor.pop(minor) for minor in sorted(m for m in by_minor if m is not None)]
-    for gpu in lost:
-        node = left.pop(0) if len(left) >= sum(1 for other in lost if other.index >= gpu.index) else None
-        gpus.append(_gpu(gpu, node, nodes, everywhere, nvml.ok))
+    for seen in lost:
+        node = left.pop(0) if len(left) >= sum(1 for other in lost if other.index >= seen.index) else None
+        gpus.append(_gpu(seen, node, nodes, everywhere, nvml.ok))
     index = 1 + max((gpu.index for gpu in gpus), default=-1)
     for node in left:
         gpus.append(_gpu(NvmlGpu(index=index, minor=node.minor), node, nodes, everywhere, False))

@@ -11,7 +11,9 @@ import typing as t
 
 from ..common.clock import Clock, Deadline
 from ..common.errors import CleanslateError
-from .survey import Surveyor
+from ..common.text import format_size, parse_size, show
+from ..proc.identity import require_kernel
+from .survey import Survey, SurveyOptions, Surveyor
 from .verdict import FREE, Limits, Verdict, judge, without
 
 
@@ -57,7 +59,9 @@ def prove_free(surveyor: Surveyor, options: FreeOptions, clock: Clock | None = N
     deadline = Deadline(clock or Clock(), options.timeout)
     clean = polls = 0
     while True:
-        verdict = judge(surveyor.look(), options.limits)
+        survey = surveyor.look()
+        check_threshold(survey, options.limits)
+        verdict = judge(survey, options.limits)
         polls += 1
         clean = clean + 1 if verdict.verdict == FREE else 0
         if clean >= options.stable_polls or verdict.permanent or (deadline.over and not clean):
@@ -72,5 +76,67 @@ def predict_free(
     options.check()
     deadline = Deadline(clock or Clock(), 0.0)
     survey = surveyor.look()
+    check_threshold(survey, options.limits)
     measured = Proof(judge(survey, options.limits), deadline.elapsed, 1)
     return measured, judge(without(survey, ended), options.limits)
+
+
+def check_threshold(survey: Survey, limits: Limits) -> None:
+    """Raise CleanslateError when every GPU would pass, however full."""
+    for gpu in survey.devices.selected:
+        total = gpu.nvml.memory_total if gpu.nvml is not None else None
+        if total is not None and limits.memory_threshold >= total:
+            raise CleanslateError(
+                "memory_threshold: %s is as much as %s has (%s), so that any use of it would count as free. Give what "
+                "an idle GPU may show, for example 128MiB."
+                % (format_size(limits.memory_threshold), gpu.label, format_size(total))
+            )
+
+
+def identities(rows: t.Iterable[t.Mapping[str, t.Any]], option: str) -> frozenset[tuple[int, int]]:
+    """Pid and start time of each row. Raises CleanslateError naming C(option) when one lacks them."""
+    out = set()
+    for row in rows:
+        try:
+            out.add((int(row["pid"]), int(row["start_time"])))
+        except (KeyError, TypeError, ValueError):
+            raise CleanslateError(
+                "%s: each entry needs the numbers pid and start_time, as the rows of gpu_teardown have them; got %r."
+                % (option, show(str(row))[:200])
+            ) from None
+    return frozenset(out)
+
+
+def check_free(params: t.Mapping[str, t.Any], check_mode: bool) -> dict[str, t.Any]:
+    """Module gpu_free: its parameters in, its result out. Raises CleanslateError on parameters that mean nothing."""
+    require_kernel()
+    ended = params["assume_ended"]
+    if ended is not None and not check_mode:
+        raise CleanslateError(
+            "assume_ended: only check mode may leave processes out. Outside of it, end them first (gpu_teardown)."
+        )
+    baseline = params["memory_baseline"]
+    options = FreeOptions(
+        Limits(
+            params["expected_count"],
+            parse_size(params["memory_threshold"], "memory_threshold"),
+            parse_size(baseline, "memory_baseline") if baseline is not None else None,
+        ),
+        params["timeout"],
+        params["interval"],
+        params["stable_polls"],
+    )
+    options.check()
+    gone = identities(ended, "assume_ended") if ended is not None else frozenset()
+    with Surveyor(SurveyOptions.from_params(params)) as surveyor:
+        if ended is None:
+            return prove_free(surveyor, options).data()
+        proof, predicted = predict_free(surveyor, options, gone)
+    result = proof.data()
+    if predicted.verdict != proof.verdict.verdict:
+        result["msg"] = "Once %d processes have ended: %s" % (len(gone), predicted.message)
+    return dict(
+        result,
+        predicted_verdict=predicted.verdict,
+        predicted_reasons=[*dict.fromkeys(r.code for r in predicted.reasons)],
+    )

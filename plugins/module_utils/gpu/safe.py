@@ -104,7 +104,7 @@ def program_names(process: Process) -> set[str]:
     exe = process.exe
     if exe is None:
         return {os.path.basename(argv[0])} if argv else set()
-    name = os.path.basename(exe[: -len(" (deleted)")] if exe.endswith(" (deleted)") else exe)
+    name = os.path.basename(exe)
     if _INTERPRETER.fullmatch(name) and len(argv) > 1 and _INTERPRETER.fullmatch(os.path.basename(argv[0])):
         script = argv[1]
         return {os.path.basename(script)} if not script.startswith("-") else {name}

@@ -116,7 +116,7 @@ class Verdict:
             "verdict": self.verdict,
             "reasons": _codes(self.reasons),
             "notes": _codes(self.notes),
-            "details": [item.data() for item in [*self.reasons, *self.notes]],
+            "details": [reason.data() for reason in self.reasons] + [note.data() for note in self.notes],
             "gpus": [_gpu_data(self.survey, gpu) for gpu in self.gpus],
             "holders": holder_rows(self.survey),
             "benign_holders": holder_rows(self.survey, (BENIGN,)),

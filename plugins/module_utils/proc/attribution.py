@@ -71,7 +71,8 @@ class Attribution:
 
 def parse_cgroups(raw: bytes) -> list[str]:
     """The paths of all hierarchies in the text of C(/proc/P/cgroup), systemd's and the unified one first."""
-    first, rest = [], []
+    first: list[str] = []
+    rest: list[str] = []
     for line in raw.decode("utf-8", "surrogateescape").split("\n"):
         hierarchy, sep, tail = line.partition(":")
         controllers, sep, path = tail.partition(":")

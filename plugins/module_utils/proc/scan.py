@@ -18,7 +18,7 @@ import stat as st
 import typing as t
 
 from .kernel import Files, Mappings, Region
-from .table import Process, ProcFS, Vanished
+from .table import Hidden, Process, ProcFS, Vanished
 
 #: ("c", device number) of a character device, or ("f", file system's device number, inode) of a plain file or socket.
 Key = tuple[t.Any, ...]
@@ -249,6 +249,9 @@ def scan(
                 continue
             result.processes += 1
             found = scanner.look(process)
+        except Hidden:
+            result.unreadable.append(Unreadable(pid, "", "this user may know nothing of it (hidepid)"))
+            continue
         except Vanished:
             result.table.pop(pid, None)
             continue

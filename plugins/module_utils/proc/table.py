@@ -188,14 +188,6 @@ class Process:
         """When this PID namespace began, as C(start_time) counts: 0 where that is unknown."""
         return self._fs.namespace_started()
 
-    def pid_max(self) -> int:
-        """The highest pid that a process here can have (4194304 where the kernel does not say)."""
-        try:
-            with open(os.path.join(self.root, "sys/kernel/pid_max"), encoding="ascii") as handle:
-                return int(handle.read())
-        except (OSError, ValueError):
-            return 4194304
-
     def boot_id(self) -> str:
         return self._fs.boot_id()
 
