@@ -1,0 +1,421 @@
+# Copyright: Contributors to the cleanslate.inference collection
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+# Private to this collection: no stable interface.
+"""What a play would do to one instance, and what stands in its way, found while the old server still serves.
+
+Verdicts: C(converged) (nothing to do), C(reset) (tear down, launch), C(blocked) (something must be mended first),
+C(unknown) (doubt; nothing may be touched).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import typing as t
+
+from ..common.clock import Clock
+from ..common.errors import CleanslateError
+from ..common.text import format_size, show
+from ..gpu.devices import select
+from ..gpu.rows import describe
+from ..gpu.survey import Survey
+from ..net.ports import look_at_ports
+from ..proc.table import Process, ProcFS
+from ..state.record import InstanceRecord, RecordStore
+from ..teardown.plan import Plan, PlanOptions, gather, make_plan
+from . import activity, command, models, resolver
+from .declaration import Declaration
+from .findings import Finding, variable
+from .http import Client
+from .launch import salt_of, shown_nccl
+from .paths import cache_dir
+from .prepare import Prepared, prepare
+from .roles import schedulers
+from .runtime import Runtime
+from .systemd_backend import Systemd
+
+CONVERGED, RESET, BLOCKED, UNKNOWN = "converged", "reset", "blocked", "unknown"
+#: Bytes in use on a GPU that nobody is seen to hold before that is worth stopping for.
+MEMORY_FLOOR = 128 * 1024 * 1024
+#: Bytes that NCCL and SGLang's own queues need in /dev/shm with more than one worker.
+SHM_FLOOR = 256 * 1024 * 1024
+RESET_VARIABLE = "cleanslate_reset"
+
+
+@dataclasses.dataclass
+class Result:
+    verdict: str
+    reasons: list[dict[str, str]]
+    blocked: list[Finding]
+    notes: list[str]
+    prepared: Prepared
+    plan: Plan | None
+    changes: list[dict[str, t.Any]]
+    survey: Survey
+    record: InstanceRecord | None
+    resolved: dict[str, t.Any] | None = None
+
+    @property
+    def converged(self) -> bool:
+        return self.verdict == CONVERGED
+
+    def message(self) -> str:
+        """One line, or one a finding."""
+        name = self.prepared.declaration.name
+        if self.verdict == BLOCKED:
+            return "%s cannot be brought up:\n%s" % (name, "\n".join("- " + finding.msg for finding in self.blocked))
+        why = "; ".join(reason["msg"] for reason in self.reasons)
+        if self.verdict == CONVERGED:
+            return "%s runs as declared (%s)." % (name, why)
+        if self.verdict == UNKNOWN:
+            return "%s is left untouched, because of doubt: %s." % (name, why)
+        count = len(self.plan.targets) if self.plan else 0
+        ends = "ends %d process%s" % (count, "es"[: 2 * (count != 1)]) if count else "ends nothing"
+        return "%s will be reset (%s); the teardown %s." % (name, why, ends)
+
+    def as_dict(self) -> dict[str, t.Any]:
+        prepared = self.prepared
+        targets, spared = self.plan.rows(self.survey) if self.plan else ([], [])
+        units = [unit.key.name for unit in self.plan.units] if self.plan else []
+        if self.verdict in (CONVERGED, UNKNOWN):
+            # Nothing will be ended, so nothing is said to be.
+            targets, units = [], []
+        shown = prepared.command
+        return {
+            "converged": self.converged,
+            "verdict": self.verdict,
+            "reasons": self.reasons,
+            "blocked": [finding.row() for finding in self.blocked],
+            "notes": self.notes,
+            "argv": shown.shown_argv() if shown else [],
+            "environment": shown.shown_environment() if shown else {},
+            "nccl": shown_nccl(prepared),
+            "changes": self.changes,
+            "resolved": self.resolved,
+            "teardown": {"targets": targets, "spared": spared, "units": units},
+            "gpus": [
+                {"index": gpu.index, "uuid": gpu.uuid, "minor": gpu.minor, "name": gpu.name} for gpu in prepared.gpus
+            ],
+            "devices": teardown_devices(prepared, self.record),
+            "ports": teardown_ports(prepared, self.record),
+            "python": prepared.identity.python if prepared.identity else None,
+            "sglang_version": prepared.identity.version if prepared.identity else None,
+            "simulated": self.survey.simulated,
+            "msg": self.message(),
+        }
+
+
+def teardown_devices(prepared: Prepared, record: InstanceRecord | None) -> list[str]:
+    """The GPUs that a reset touches, by UUID: the declared ones and those that the running instance has."""
+    found = [gpu.uuid or str(gpu.index) for gpu in prepared.gpus]
+    return list(dict.fromkeys(found + (record.gpus if record else [])))
+
+
+def teardown_ports(prepared: Prepared, record: InstanceRecord | None) -> list[int]:
+    return list(dict.fromkeys(prepared.ports + (record.ports if record else [])))
+
+
+class Planner:
+    """One plan. The seams (C(fs), C(systemd), C(clock)) are for tests."""
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        survey: Survey,
+        teardown: t.Mapping[str, t.Any],
+        state_dir: str,
+        always: bool = False,
+        write_cache: bool = True,
+        fs: ProcFS | None = None,
+        systemd: Systemd | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.declaration = declaration
+        self.survey = survey
+        self.teardown = teardown
+        self.state_dir = state_dir
+        self.always = always
+        self.write_cache = write_cache
+        self.fs = fs or ProcFS()
+        self.systemd = systemd or Systemd()
+        self.clock = clock or Clock()
+        self.blocked: list[Finding] = []
+        self.notes: list[str] = []
+
+    def run(self) -> Result:
+        survey, declaration = self.survey, self.declaration
+        self.record = self._load_record()
+        prepared = self.prepared = prepare(declaration, self.state_dir, survey)
+        self.blocked += prepared.findings
+        self.notes += prepared.notes
+        here = [name for name in teardown_devices(prepared, self.record) if survey.devices.find(name)]
+        if here:
+            select(survey.devices, here)
+        resolved = self._ask_sglang()
+        self._look_at_models()
+        self._look_at_node()
+        plan = self._plan_teardown()
+        changes = self._changes()
+        reasons, verdict = self._judge(plan, changes)
+        if self.blocked:
+            verdict = BLOCKED
+        return Result(
+            verdict, reasons, self.blocked, self.notes, prepared, plan, changes, survey, self.record, resolved
+        )
+
+    # -- the declaration ---------------------------------------------------------------------------------------
+
+    def _load_record(self) -> InstanceRecord | None:
+        try:
+            return RecordStore(self.state_dir).load(self.declaration.name)
+        except CleanslateError as error:
+            self.blocked.append(Finding("record_damaged", error.message))
+            return None
+
+    def _ask_sglang(self) -> dict[str, t.Any] | None:
+        """The installed SGLang's own opinion; not asked about what is wrong on paper already."""
+        prepared = self.prepared
+        if prepared.command is None or prepared.identity is None:
+            return None
+        argv = prepared.command.argv[3:]
+        if prepared.command.config:
+            argv = argv[:-2]
+        paths = [self.declaration.model_path, str(self.declaration.speculative.get("draft_model_path") or "")]
+        try:
+            answer = resolver.resolve(
+                prepared.identity,
+                prepared.environment,
+                argv,
+                prepared.command.config,
+                [path for path in paths if models.is_local(path)],
+                cache_dir(self.state_dir) if self.write_cache else None,
+                prepared.command.secrets,
+            )
+        except CleanslateError as error:
+            self.blocked.append(Finding("sglang", error.message, variable("python")))
+            return None
+        # What the paper rules say better is not said twice.
+        known = {finding.variable for finding in prepared.findings}
+        self.blocked += [finding for finding in answer.errors if finding.variable not in known]
+        self.notes += answer.not_judged
+        return answer.resolved
+
+    def _look_at_models(self) -> None:
+        declaration = self.declaration
+        dummy = declaration.args.get("load_format") == "dummy"
+        found, target = models.check(declaration.model_path, "model_path", weights=not dummy)
+        draft_path = str(declaration.speculative.get("draft_model_path") or "")
+        draft_dummy = dummy or declaration.speculative.get("draft_load_format") == "dummy"
+        more, draft = models.check(draft_path, "speculative", weights=not draft_dummy)
+        found += more
+        if target and draft:
+            found += models.compare_contexts(target, draft, declaration.args.get("context_length"))
+        told = {finding.variable for finding in found}
+        # A missing path explains SGLang's own complaint about it.
+        self.blocked = [f for f in self.blocked if not (f.code == "sglang" and f.variable in told)] + found
+
+    def _look_at_node(self) -> None:
+        if self.survey.simulated:
+            return
+        for path in (
+            "/etc/nccl.conf",
+            os.path.join(self.prepared.account.home if self.prepared.account else "/root", ".nccl.conf"),
+        ):
+            names = _nccl_conf(path)
+            if names:
+                self.notes.append(
+                    "%s sets %s for every NCCL program of this node, this server included." % (path, ", ".join(names))
+                )
+        if self.declaration.schedulers > 1:
+            try:
+                state = os.statvfs("/dev/shm")
+            except OSError:
+                return
+            free = state.f_bavail * state.f_frsize
+            if free < SHM_FLOOR:
+                self.blocked.append(
+                    Finding(
+                        "shared_memory",
+                        "/dev/shm has %s left; %d workers need %s. Remove what is stale there, or enlarge it."
+                        % (format_size(free), self.declaration.schedulers, format_size(SHM_FLOOR)),
+                    )
+                )
+
+    # -- what a reset would end -----------------------------------------------------------------------------------
+
+    def _plan_teardown(self) -> Plan | None:
+        params = dict(self.teardown)
+        params.setdefault("scope", "match")
+        if not params.get("match"):
+            params.pop("match", None)
+        params["instances"] = [self.declaration.name]
+        params["ports"] = teardown_ports(self.prepared, self.record)
+        try:
+            options = PlanOptions.from_params(params)
+            plan = make_plan(self.survey, options, gather(self.survey, options))
+        except CleanslateError as error:
+            self.blocked.append(
+                Finding("teardown", error.message, "gpu_teardown_" + str(error.details.get("option", "")))
+            )
+            return None
+        self.blocked += [Finding("container_live", msg) for msg in plan.blocked]
+        # An instance that was never launched here is the ordinary case of a first launch.
+        self.notes += [w for w in plan.warnings if not w.startswith("Instance %s is not known" % self.declaration.name)]
+        self.members = self._members()
+        self._look_for_strangers(plan)
+        return plan
+
+    def _members(self) -> list[Process]:
+        if self.record is None:
+            return []
+        return Runtime(self.record, self.state_dir, self.fs, self.systemd).members(self.survey.table.values())
+
+    def _look_for_strangers(self, plan: Plan) -> None:
+        """Whoever would still be in the way after the teardown."""
+        going = plan.target_pids | {process.pid for process in self.members}
+        for gpu in self.prepared.gpus:
+            for holding in self.survey.of_gpu(gpu):
+                if holding.counts and holding.process.pid not in going:
+                    why = next((i for i in plan.spared if i.process.pid == holding.process.pid), None)
+                    self.blocked.append(
+                        Finding(
+                            "foreign_holder",
+                            "%s is held by %s, which is not the instance's (%s). End it yourself, choose other GPUs in "
+                            "%s, or widen gpu_teardown_scope."
+                            % (
+                                gpu.label,
+                                describe(holding.process),
+                                why.reason if why else holding.why,
+                                variable("gpus"),
+                            ),
+                            variable("gpus"),
+                        )
+                    )
+            self._look_for_memory(gpu)
+        for port in look_at_ports(self.fs, self.prepared.ports, self.survey.table):
+            for listener in port.listeners:
+                if going.intersection(listener.pids):
+                    continue
+                owner = next((self.survey.table[pid] for pid in listener.pids if pid in self.survey.table), None)
+                who = describe(owner) if owner else "a process out of sight"
+                self.blocked.append(
+                    Finding(
+                        "port_busy",
+                        "Port %d is taken by %s on %s. End it yourself, or choose another %s."
+                        % (port.port, who, listener.address, variable("port")),
+                        variable("port"),
+                    )
+                )
+        if not self.always:
+            self._look_for_servers(plan)
+
+    def _look_for_memory(self, gpu: t.Any) -> None:
+        used = gpu.nvml.memory_used if gpu.nvml is not None else None
+        held = any(holding.counts for holding in self.survey.of_gpu(gpu))
+        if used is not None and used > MEMORY_FLOOR and not held:
+            self.blocked.append(
+                Finding(
+                    "memory_no_owner",
+                    "%s has %s in use and nobody is seen to hold it: SGLang would start with less KV cache, without "
+                    "a word." % (gpu.label, format_size(used)),
+                    variable("gpus"),
+                )
+            )
+
+    def _look_for_servers(self, plan: Plan) -> None:
+        """A server that answers and that nobody recorded is somebody's: it is not ended by the way."""
+        own = {process.pid for process in self.members}
+        for item in plan.targets:
+            if item.process.pid in own or item.reason == "instance":
+                continue
+            port = port_of(item.process.argv)
+            if port is None:
+                continue
+            state = look_at_ports(self.fs, [port], [item.process.pid])[0]
+            mine = [listener for listener in state.listeners if item.process.pid in listener.pids]
+            if mine and Client(mine[0].address, port).get("/model_info", 3.0).status:
+                self.blocked.append(
+                    Finding(
+                        "unrecorded_server",
+                        "A server that this collection did not launch answers on port %d: %s. Set %s: always to end it."
+                        % (port, describe(item.process), RESET_VARIABLE),
+                        RESET_VARIABLE,
+                    )
+                )
+
+    # -- the verdict ----------------------------------------------------------------------------------------------
+
+    def _changes(self) -> list[dict[str, t.Any]]:
+        if self.record is None or self.prepared.command is None or self.prepared.identity is None:
+            return []
+        before = self.record.details.get("declared")
+        salt = salt_of(self.record)
+        return command.changes(before if isinstance(before, dict) else {}, self.prepared.state(salt))
+
+    def _judge(self, plan: Plan | None, changes: list[dict[str, t.Any]]) -> tuple[list[dict[str, str]], str]:
+        def reason(code: str, msg: str) -> dict[str, str]:
+            return {"code": code, "msg": msg}
+
+        if not self.survey.complete:
+            hidden = ", ".join("%d" % item.pid for item in self.survey.scan.unreadable[:8])
+            said = (
+                "processes that cannot be read: %s" % hidden if hidden else "only some users' processes were looked at"
+            )
+            return [reason("scan_incomplete", said)], UNKNOWN
+        if not self.survey.nvml.ok:
+            return [reason(self.survey.nvml.reason or "nvml_unavailable", self.survey.nvml.message)], UNKNOWN
+        if self.always:
+            return [reason("asked", "%s is always" % RESET_VARIABLE)], RESET
+        record = self.record
+        if record is None:
+            return [reason("not_launched", "it was never launched on this node")], RESET
+        out: list[dict[str, str]] = []
+        if changes:
+            keys = ", ".join(str(change["key"]) for change in changes[:6])
+            out.append(reason("changed", "changed: %s%s" % (keys, ", …" if len(changes) > 6 else "")))
+        runtime = Runtime(record, self.state_dir, self.fs, self.systemd, self.clock)
+        workers = schedulers(self.members)
+        if not self.members:
+            out.append(reason("dead", "it does not run"))
+        elif not runtime.main_alive() and record.backend == "process":
+            out.append(reason("dead", "its main process is gone"))
+        elif len(workers) < runtime.schedulers:
+            out.append(reason("worker_dead", "%d of %d workers run" % (len(workers), runtime.schedulers)))
+        elif not record.ready_at:
+            out.append(reason("never_ready", "its last launch did not become ready"))
+        elif not runtime.listens(self.members):
+            out.append(reason("not_listening", "it does not listen on port %d" % record.port))
+        foreign = [i for i in (plan.targets if plan else []) if i.process.pid not in {p.pid for p in self.members}]
+        holders = [i for i in foreign if i.process.pid in self.survey.holder_pids]
+        if holders:
+            out.append(
+                reason("holder", "others hold its GPUs: %s" % ", ".join(describe(i.process) for i in holders[:4]))
+            )
+        if out:
+            return out, RESET
+        found = activity.look(
+            runtime.client(), runtime.question(), runtime.log(), self.declaration.stall_timeout, self.clock
+        )
+        if found.state in (activity.SERVES, activity.ADVANCES):
+            return [reason(found.state, found.why)], CONVERGED
+        return [reason(found.state, show(found.why))], RESET if found.state == activity.WEDGED else UNKNOWN
+
+
+def port_of(argv: t.Sequence[str]) -> int | None:
+    """The HTTP port of a server's command line; SGLang's own 30000 when it names none; None when it is no server."""
+    if "sglang.launch_server" not in argv and "serve" not in argv:
+        return None
+    line = " ".join(argv)
+    match = re.search(r"--port[ =](\d{1,5})\b", line)
+    return int(match.group(1)) if match else 30000
+
+
+def _nccl_conf(path: str) -> list[str]:
+    """Names that an NCCL configuration file sets (a line is C(NAME=value); C(#) counts in the first column only)."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as handle:
+            return [show(line.partition("=")[0]) for line in handle if "=" in line and not line.startswith("#")]
+    except OSError:
+        return []

@@ -1,0 +1,145 @@
+# Copyright: Contributors to the cleanslate.inference collection
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+# Private to this collection: no stable interface.
+"""From a declaration on this node to the command that would run: Python, account, GPUs by UUID, command line.
+
+Nothing is changed, and nothing is raised for what an operator can mend: findings are collected, so that all are told
+at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..common.errors import CleanslateError
+from ..gpu.devices import Gpu
+from ..gpu.survey import Survey
+from . import resolver
+from .account import Account, account
+from .command import Command, base_environment, build, declared_state
+from .declaration import Checked, Declaration, check
+from .findings import Finding, variable
+from .nccl import Effective
+from .paths import Paths, paths
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+#: Arguments whose value is one more fixed port of the server.
+PORT_ARGUMENTS = ("nccl_port", "grpc_port", "gated_launch_port", "smg_http_sidecar_port", "engine_info_bootstrap_port")
+
+
+@dataclasses.dataclass
+class Prepared:
+    declaration: Declaration
+    checked: Checked
+    where: Paths
+    findings: list[Finding] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    account: Account | None = None
+    identity: resolver.Identity | None = None
+    gpus: list[Gpu] = dataclasses.field(default_factory=list)
+    command: Command | None = None
+
+    @property
+    def nccl(self) -> Effective:
+        return self.checked.nccl
+
+    @property
+    def uuids(self) -> list[str]:
+        return [gpu.uuid for gpu in self.gpus]
+
+    @property
+    def ports(self) -> list[int]:
+        """Every fixed port, the HTTP port first."""
+        found = [self.declaration.port]
+        for name in PORT_ARGUMENTS:
+            value = self.declaration.args.get(name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                found.append(value)
+        address = str(self.declaration.args.get("dist_init_addr") or "")
+        if not self.declaration.args.get("node_rank") and address.rpartition(":")[2].isdigit():
+            found.append(int(address.rpartition(":")[2]))
+        return list(dict.fromkeys(found))
+
+    @property
+    def base(self) -> dict[str, str]:
+        assert self.identity is not None and self.account is not None
+        return base_environment(self.identity.python, self.account.home, self.account.name)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The whole environment of the server."""
+        assert self.command is not None
+        return dict(self.base, **self.command.environment)
+
+    def state(self, salt: str) -> dict[str, str]:
+        """What the record keeps to tell a changed declaration."""
+        assert self.command is not None and self.identity is not None
+        return declared_state(self.declaration, self.command, self.identity.version, salt)
+
+
+def prepare(declaration: Declaration, state_dir: str, survey: Survey) -> Prepared:
+    """Work it all out. C(command) is None when it cannot be known (no Python, no account, no such GPU)."""
+    checked = check(declaration)
+    out = Prepared(declaration, checked, paths(state_dir, declaration.name), list(checked.errors), list(checked.notes))
+    out.gpus = choose_gpus(declaration, survey, out.findings, out.notes)
+    try:
+        out.account = account(declaration.user)
+    except CleanslateError as error:
+        out.findings.append(Finding("account", error.message, variable("user")))
+    search = dict(base_environment("/usr/bin/python3", out.account.home if out.account else "/", ""))
+    for key, value in declaration.environment.items():
+        if isinstance(value, str):
+            search[str(key)] = value
+    try:
+        out.identity = resolver.find(declaration.python, search, search.get("PATH", PATH) + ":" + PATH)
+    except CleanslateError as error:
+        out.findings.append(Finding("python", error.message, variable("python")))
+    if out.identity is not None and out.account is not None and out.gpus:
+        out.command = build(declaration, out.identity.python, out.uuids, checked.nccl.values, out.where.config)
+    return out
+
+
+def choose_gpus(declaration: Declaration, survey: Survey, findings: list[Finding], notes: list[str]) -> list[Gpu]:
+    """The declared GPUs in the declared order; none declared: all of the node."""
+    where = variable("gpus")
+    chosen: list[Gpu] = []
+    for name in declaration.gpus:
+        gpu = survey.devices.find(name)
+        if gpu is None:
+            there = ", ".join("%d (%s)" % (g.index, g.uuid or "nvidia%s" % g.minor) for g in survey.devices.gpus)
+            findings.append(
+                Finding(
+                    "gpu_unknown", "%s: there is no GPU %s here; here are: %s." % (where, name, there or "none"), where
+                )
+            )
+        elif gpu in chosen:
+            findings.append(Finding("gpu_unknown", "%s: GPU %s is named twice." % (where, name), where))
+        else:
+            chosen.append(gpu)
+    if not declaration.gpus:
+        chosen = [gpu for gpu in survey.devices.gpus if not gpu.hidden]
+    if not chosen and not declaration.gpus:
+        findings.append(
+            Finding("gpu_unknown", "%s: this node shows no GPU in %s." % (where, survey.options.dev_dir), where)
+        )
+    if chosen and not all(gpu.uuid for gpu in chosen):
+        why = survey.nvml.message or "the driver does not name them"
+        findings.append(Finding("gpu_unidentified", "The GPUs' UUIDs are not known: %s" % why, where))
+    needed = declaration.schedulers
+    if chosen and len(chosen) < needed:
+        findings.append(
+            Finding(
+                "gpu_count",
+                "%s: %d GPUs for %d workers (tp_size, pp_size and dp_size of %s)."
+                % (where, len(chosen), needed, declaration.name),
+                where,
+            )
+        )
+    elif len(chosen) > needed and not declaration.spread:
+        notes.append(
+            "%s: %d GPUs are given to %s, its %d workers will use the first %d of them."
+            % (where, len(chosen), declaration.name, needed, needed)
+        )
+    return chosen

@@ -1,0 +1,125 @@
+# Copyright: Contributors to the cleanslate.inference collection
+# GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+# Private to this collection: no stable interface.
+"""Waiting for a launched server, one window at a time, and knowing at once when it will never come.
+
+Ready means all of it: the instance's own process listens on the declared port (SGLang's log says "ready to roll" even
+when its warm-up reached another server's port), as many workers as declared, and a real generation comes back.
+"""
+
+from __future__ import annotations
+
+import time
+import typing as t
+
+from ..common.clock import Deadline
+from ..common.text import show
+from ..proc.identity import Kernel
+from ..state.record import RecordStore
+from .http import answered
+from .logs import FATAL_WHILE_ALIVE, Diagnosis, diagnose, progress
+from .roles import role_of, schedulers
+from .runtime import Runtime
+
+#: Seconds between two looks at processes and port; the log is read as often, the end of the server interrupts.
+LOOK = 0.25
+#: Seconds that the supervisor may take to write down how the server ended.
+LAST_WORDS = 2.0
+
+
+def wait(runtime: Runtime, window: float, cursor: dict[str, t.Any], kernel: Kernel | None = None) -> dict[str, t.Any]:
+    """Watch for at most C(window) seconds.
+
+    Returns C(state) (waiting, ready, failed), C(events) (new lines for people), C(cursor) for the next call and
+    C(elapsed) since the launch; when failed, C(diagnosis).
+    """
+    kernel = kernel or Kernel(runtime.fs)
+    deadline = Deadline(runtime.clock, window)
+    cursor = dict(cursor)
+    told: dict[str, t.Any] = dict(cursor.get("progress") or {})
+    position: dict[str, t.Any] = dict(cursor.get("log") or {})
+    events: list[str] = []
+    log = runtime.log()
+    secrets = list(runtime.keys().values())
+
+    def elapsed() -> float:
+        started = float(runtime.details.get("launched_boottime", 0.0))
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started) if started else deadline.elapsed
+
+    def tell(text: str) -> None:
+        events.append("%6.1f s  %s" % (elapsed(), text))
+
+    def answer(state: str, **more: t.Any) -> dict[str, t.Any]:
+        return {
+            "state": state,
+            "ready": state == "ready",
+            "events": events,
+            "cursor": {"log": position, "progress": told},
+            "elapsed": round(elapsed(), 1),
+            "phase": told.get("phase", "start"),
+            **more,
+        }
+
+    def failed(found: Diagnosis) -> dict[str, t.Any]:
+        return answer("failed", diagnosis={"cause": found.cause, "msg": found.msg, "lines": found.lines})
+
+    while True:
+        lines, position = log.read(position)
+        for text in progress(lines, told):
+            tell(text)
+        dying = any(FATAL_WHILE_ALIVE.search(line) for line in lines)
+        with_handle = kernel.open(runtime.main) if runtime.main_alive() else None
+        if with_handle is None:
+            return failed(_last_words(runtime, secrets))
+        with with_handle as handle:
+            own = runtime.members()
+            if runtime.listens(own):
+                workers = schedulers(own)
+                if "listening" not in told.setdefault("told", []):
+                    told["told"].append("listening")
+                    tell("port %d is its own; asking for a generation" % runtime.record.port)
+                if len(workers) == runtime.schedulers:
+                    question = runtime.question()
+                    limit = max(1.0, deadline.left)
+                    reply = runtime.client().post(question.path, question.body, limit)
+                    if answered(reply):
+                        tell("a generation came back from %d worker%s" % (len(workers), "s"[len(workers) == 1 :]))
+                        return answer("ready", workers=len(workers))
+                    if reply.status in (401, 403):
+                        return failed(
+                            Diagnosis("key", "The server refuses the declared key (HTTP %d)." % reply.status, [])
+                        )
+                    told["last_reply"] = "HTTP %d" % reply.status if reply.status else reply.error
+                else:
+                    told["last_reply"] = "%d of %d workers run" % (len(workers), runtime.schedulers)
+            elif dying:
+                return failed(diagnose(log.tail(), None, secrets))
+            if deadline.over:
+                return answer("waiting", last=show(str(told.get("last_reply", ""))))
+            kernel.wait([handle], min(LOOK, deadline.left))
+
+
+def _last_words(runtime: Runtime, secrets: t.Sequence[str]) -> Diagnosis:
+    """The main process is gone: its exit code (written down just after its end) and its last lines."""
+    patience = Deadline(runtime.clock, LAST_WORDS)
+    ending = runtime.ending()
+    while ending.code is None and not patience.over:
+        runtime.clock.pause(0.05)
+        ending = runtime.ending()
+    lines = runtime.log().tail()
+    if not lines and ending.code is None:
+        return Diagnosis("gone", "The server is not running, and nobody saw how it ended.", [])
+    return diagnose(lines, ending.code, secrets)
+
+
+def remember(runtime: Runtime, state_dir: str) -> None:
+    """Note in the record that the instance became ready, and with which processes."""
+    own = runtime.members()
+    runtime.record.ready_at = time.time()
+    runtime.record.details["workers"] = [
+        {"pid": p.pid, "start_time": p.start_time, "role": role_of(p, runtime.record.pid, runtime.supervisor).label}
+        for p in own
+        if role_of(p, runtime.record.pid, runtime.supervisor).kind in ("main", "scheduler", "detokenizer")
+    ]
+    RecordStore(state_dir).save(runtime.record)
