@@ -39,6 +39,7 @@ options:
     default: {}
 extends_documentation_fragment:
   - cleanslate.inference.paths
+  - cleanslate.inference.lease
 attributes:
   check_mode:
     support: full
@@ -103,11 +104,12 @@ from typing import Any, NoReturn
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.cleanslate.inference.plugins.module_utils.common.errors import CleanslateError
-from ansible_collections.cleanslate.inference.plugins.module_utils.common.spec import PATHS_SPEC
+from ansible_collections.cleanslate.inference.plugins.module_utils.common.spec import LEASE_SPEC, PATHS_SPEC
 from ansible_collections.cleanslate.inference.plugins.module_utils.sglang.run import wait_for_server
 
 ARGUMENT_SPEC: dict[str, Any] = dict(
     PATHS_SPEC,
+    **LEASE_SPEC,
     instance={"type": "str", "required": True},
     timeout={"type": "float"},
     window={"type": "float", "default": 10.0},

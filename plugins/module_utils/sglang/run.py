@@ -125,6 +125,10 @@ def wait_for_server(params: t.Mapping[str, t.Any], check_mode: bool) -> dict[str
     runtime = Runtime(record, state_dir)
     if check_mode and not runtime.main_alive():
         return dict(nothing, state="not_launched", msg="%s does not run yet, so there is nothing to wait for." % name)
+    if params["lease"] and not check_mode:
+        # A model may take longer to load than a lease lives.
+        with Lease(params["run_dir"], params["lease"]).held(params["lock_timeout"]):
+            pass
     window = 1.0 if check_mode else params["window"]
     out = ready.wait(runtime, window, params["cursor"])
     limit = float(params["timeout"] or runtime.details.get("ready_timeout", 900.0))
