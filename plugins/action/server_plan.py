@@ -24,8 +24,17 @@ class ActionModule(ShownAction):
         out += ["  " + _text(reason) for reason in result.get("reasons") or []]
         if rows:
             out += ["  " + line for line in table(PROCESS_HEADERS, rows)]
+        out += [
+            "  %s: %s -> %s" % (change["key"], _value(change["before"]), _value(change["after"]))
+            for change in result.get("changes") or []
+        ]
+        out += ["  note: " + str(note) for note in result.get("notes") or []]
         out += ["  blocks: " + _text(finding) for finding in result.get("blocked") or []]
         return out
+
+
+def _value(value: t.Any) -> str:
+    return "(nothing)" if value is None else str(value)
 
 
 def _text(finding: t.Any) -> str:
