@@ -11,7 +11,6 @@ import subprocess
 from . import machine
 from .place import CHECKOUT, HERE, Place
 
-
 MULTIPLEXED = ("ControlMaster=auto", "ControlPersist=60")
 
 

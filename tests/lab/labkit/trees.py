@@ -26,6 +26,7 @@ MASKED = (
     " console-getty.service apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer systemd-pstore.service"
     " systemd-logind.service systemd-remount-fs.service e2scrub_all.timer motd-news.timer fstrim.timer"
 )
+TREE_VERSION = 2  # raise it when build() changes what it leaves
 LIBRARY_FOLDER = "usr/lib/x86_64-linux-gnu"
 
 
@@ -43,7 +44,7 @@ def missing_commands() -> list[str]:
 def build(place: Place, suite: str = "trixie", folder: str = "rootfs", packages: str = TREE_PACKAGES) -> bool:
     """Build a tree unless it is there; whether it was built. A complete tree has its recipe's text in `.done`."""
     tree = place.folder / folder
-    recipe = f"{suite} {packages} {MASKED}\n"
+    recipe = f"{suite} {packages} {MASKED} {TREE_VERSION}\n"
     done = tree / ".done"
     if done.exists() and done.read_text(encoding="utf-8") == recipe:
         return False
@@ -68,6 +69,8 @@ def build(place: Place, suite: str = "trixie", folder: str = "rootfs", packages:
         link(tree / "etc/systemd/system" / unit, "/dev/null")
     (tree / "etc/hostname").unlink(missing_ok=True)
     (tree / "etc/machine-id").write_text("", encoding="utf-8")  # each container gets its own at its first boot
+    (tree / "etc/resolv.conf").unlink(missing_ok=True)
+    (tree / "etc/resolv.conf").touch()  # a look-up fails at once, rather than after a name server's silence
     for name in ("subuid", "subgid"):
         (tree / "etc" / name).write_text("root:100000:65536\n", encoding="utf-8")
     done.write_text(recipe, encoding="utf-8")

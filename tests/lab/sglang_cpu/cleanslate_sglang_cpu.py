@@ -1,7 +1,7 @@
 # Copyright: Contributors to the cleanslate.inference collection
 # GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Makes the real SGLang run on a CPU, in a guest whose GPUs are stand-ins. Loaded by a .pth file at every start of Python.
+"""Makes the real SGLang run on a CPU, in a guest whose GPUs are stand-ins. A .pth file loads it whenever Python starts.
 
 Two things, both by an import hook, so that `python -m sglang.launch_server` needs no wrapper:
 - packages that a CPU server imports but never calls (torchvision, triton, …) are replaced by empty ones;
@@ -18,7 +18,7 @@ import os
 import sys
 import types
 
-EMPTY_PACKAGES = {"torchvision", "torchaudio", "triton", "vllm"}
+EMPTY_PACKAGES = {"datasets", "torchvision", "torchaudio", "triton", "vllm"}
 # Whoever asks whether a package is there, rather than for it, is told the truth.
 SURVEYORS = ("transformers.", "importlib.metadata")
 DEVICE_NODES = "/dev/nvidia*"
@@ -45,11 +45,16 @@ class EmptyBase(metaclass=EmptyType):
         return cls
 
 
-class Nothing:
-    """A value out of an empty package: may be called, indexed, compared, used as a decorator or a base class."""
+class Nothing(str):
+    """A value out of an empty package: may be called, indexed, compared, used as a decorator or a base class.
 
-    def __init__(self, name: str) -> None:
-        self.__dict__["__name__"] = name
+    As text it is "cpu": what SGLang asks triton for is mostly the name of the device.
+    """
+
+    def __new__(cls, name: str) -> Nothing:
+        value = super().__new__(cls, "cpu")
+        value.__dict__["__name__"] = name
+        return value
 
     def __getattr__(self, name: str) -> object:
         if name == "__version__":
@@ -72,6 +77,9 @@ class Nothing:
     def __iter__(self):
         return iter(())
 
+    def __len__(self) -> int:
+        return 0
+
     def __bool__(self) -> bool:
         return False
 
@@ -84,6 +92,11 @@ class Nothing:
         return False
 
     __gt__ = __le__ = __ge__ = __lt__
+
+    def __add__(self, other: object) -> int:
+        return 0
+
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __truediv__ = __add__
 
     def __index__(self) -> int:
         return 0
