@@ -11,7 +11,7 @@
  *   1. A process that maps at least one node uses exactly the nodes it maps: so does a driver, where an open node alone
  *      is not use.
  *   2. One that maps none uses the nodes it has open which CUDA_VISIBLE_DEVICES of its environment names, by NVML index
- *      or by UUID (also a unique beginning of one; MIG-... names the MIG device and so its GPU).
+ *      or by UUID (also a beginning of one; MIG-... names the MIG device and so its GPU).
  *   3. Without that variable it uses the character devices it has open (those of the lab cannot be mapped), no plain
  *      file.
  * A user takes FAKE_GPU_MIB (its own environment; default: setting PROC_MIB) on each GPU it uses and is listed there.
@@ -739,7 +739,7 @@ API ret_t nvmlDeviceGetHandleByUUID(const char *uuid, struct gpu **out) {
     if (!inits) return UNINITIALIZED;
     if (!uuid || !out) return INVALID;
     for (int g = 0; g < gpu_count; g++)
-        for (int i = -1; i < gpus[g].mig_count; i++) {
+        for (int i = -1; i < 0 || i < gpus[g].mig_count; i++) {
             struct gpu *gpu = i < 0 ? &gpus[g] : &migs[g][i];
             uuid_of(gpu, mine, sizeof mine);
             if (!strcmp(mine, uuid)) return hand_out(gpu, out);

@@ -17,14 +17,22 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 POOL = os.path.join(HERE, "site", "torch", "_inductor", "compile_worker", "__main__.py")
 
 
-def start():
-    """Start the pool. It notices its scheduler's end by the pipe that closes; keep what is returned."""
-    workers = int(settings.number("INDUCTOR_WORKERS", 2))
-    reading, writing = os.pipe()
-    command = [
-        sys.executable, POOL, "--pickler=torch._inductor.compile_worker.subproc_pool.SubprocPickler", "--kind=fork",
-        f"--workers={workers}", f"--parent={os.getpid()}", f"--read-fd={reading}",
-    ]  # fmt: skip
-    pool = subprocess.Popen(command, pass_fds=[reading], stdin=subprocess.DEVNULL)
-    os.close(reading)
-    return pool, writing
+class Pool:
+    """The pool of one scheduler. It notices that one's end by the pipe that closes."""
+
+    def __init__(self):
+        workers = int(settings.number("INDUCTOR_WORKERS", 2))
+        reading, self.writing = os.pipe()
+        self.answers, answering = os.pipe()
+        command = [
+            sys.executable, POOL, "--pickler=torch._inductor.compile_worker.subproc_pool.SubprocPickler", "--kind=fork",
+            f"--workers={workers}", f"--parent={os.getpid()}", f"--read-fd={reading}", f"--write-fd={answering}",
+        ]  # fmt: skip
+        self.process = subprocess.Popen(command, pass_fds=[reading, answering], stdin=subprocess.DEVNULL)
+        os.close(reading)
+        os.close(answering)
+
+    def wait_until_up(self):
+        """All of its workers hold the nodes."""
+        if not os.read(self.answers, 1):
+            raise OSError(f"the inductor pool ended with {self.process.wait()}")

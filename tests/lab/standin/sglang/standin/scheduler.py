@@ -65,6 +65,7 @@ class Scheduler:
             nodes.note(True, 500, used)  # a context before there is anything in it
             nodes.hold(used)
         world = cfg["tp_size"] * cfg["pp_size"]
+        pool = inductor.Pool() if self.speculative else None
         measured = phases.come_up(cfg, self.rank, world, place["gpu"], main_pid)
         if used is not None:
             taken = settings.number("GPU_FREE_GB", phases.GPU_GB) - measured["available"]
@@ -72,9 +73,10 @@ class Scheduler:
         self.nodes = nodes
         self.measured = measured
         self.kept = [files.shared("loky", 32)]
-        if self.speculative:
+        if pool is not None:
             files.inductor_folder()
-            self.pool = inductor.start()
+            pool.wait_until_up()
+        self.pool = pool
         if self.rank == 0:
             if world > 1:
                 self.kept.append(files.shared("mq", files.MQ_SIZE))

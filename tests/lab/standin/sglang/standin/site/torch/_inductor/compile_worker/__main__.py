@@ -13,7 +13,7 @@ import select
 import sys
 
 parser = argparse.ArgumentParser()
-for flag in ("pickler", "kind", "workers", "parent", "read-fd"):
+for flag in ("pickler", "kind", "workers", "parent", "read-fd", "write-fd"):
     parser.add_argument(f"--{flag}")
 options = parser.parse_args()
 
@@ -39,7 +39,10 @@ for _ in range(int(options.workers)):
         break
     children.append(child)
 
-reading = int(options.read_fd)
+reading, answering = int(options.read_fd), int(options.write_fd)
+if children is not None:
+    os.write(answering, b"1")
+os.close(answering)
 closed = select.poll()
 closed.register(reading, select.POLLIN | select.POLLHUP)
 closed.poll()
