@@ -30,10 +30,12 @@ class Kind(t.NamedTuple):
     type: str
     #: Whether the name says whose it is. Others are touched only on request.
     attributable: bool = True
+    #: Whether only empty files of this name are residue.
+    empty: bool = False
 
 
-def _kind(name: str, pattern: str, kind: str = FILE, attributable: bool = True) -> Kind:
-    return Kind(name, re.compile(pattern, re.ASCII), kind, attributable)
+def _kind(name: str, pattern: str, kind: str = FILE, attributable: bool = True, empty: bool = False) -> Kind:
+    return Kind(name, re.compile(pattern, re.ASCII), kind, attributable, empty)
 
 
 _PID = r"(?P<pid>[1-9][0-9]{0,9})"
@@ -55,14 +57,18 @@ SHM: tuple[Kind, ...] = (
 
 #: In C(/tmp). SGLang makes empty files tmpXXXXXXXX and binds its sockets over some of them.
 TMP: tuple[Kind, ...] = (
-    _kind("sglang socket", r"tmp[a-z0-9_]{8}", SOCKET),
+    _kind("sglang socket", r"tmp[A-Za-z0-9_]{8}", SOCKET),
     _kind("sglang load collector socket", r"sglang_load_collector_[A-Za-z0-9_.-]+\.sock", SOCKET),
     _kind("sglang weight cache socket", r"sglang_weight_cache_[A-Za-z0-9_.-]+\.sock", SOCKET),
     _kind("sglang trace socket", r"sglang_trace_" + _PID + r"\.sock", SOCKET),
     _kind("sglang weight cache mark", r"sglang_weight_cache_[A-Za-z0-9_.-]+\.ready"),
     _kind("sglang numa wrapper", r"sglang_temp_file_[A-Za-z0-9_.-]+\.sh"),
-    _kind("python temporary file", r"tmp[a-z0-9_]{8}", FILE, attributable=False),
+    _kind("python temporary file", r"tmp[A-Za-z0-9_]{8}", FILE, attributable=False, empty=True),
 )
+
+#: Beginnings that make a name look like residue. Such names are reported as kept when no family fits, so that a reader
+#: sees that they were noticed: sglang_download_lock_N is a lock in use across runs, nccl-evil1 is nobody's.
+LOOKALIKE = re.compile(r"sgl_|sglang_|nccl-|cuda\.shm\.|torch_\d|multi_tokenizer_|vllm_offload|psm_|sem\.(?:mp|loky)-")
 
 
 def kinds_of(name: str, kinds: t.Iterable[Kind]) -> list[Kind]:

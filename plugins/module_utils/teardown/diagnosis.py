@@ -33,8 +33,8 @@ def _advice(process: Process, wchan: str) -> str:
         return "A debugger holds it: end the debugger (TracerPid in /proc/%d/status)." % process.pid
     if process.state in ("D", "R") or wchan.startswith(("uvm_", "nv_", "os_", "rm_")):
         return (
-            "It is inside the kernel or driver and nothing in user space ends it: reboot the machine (in a container, its "
-            "host), after draining it."
+            "It is inside the kernel or driver and nothing in user space ends it: drain and reboot the machine (in a "
+            "container, its host)."
         )
     return "SIGKILL was sent again and again: if it stays, reboot the machine (in a container, its host)."
 
@@ -57,4 +57,6 @@ def diagnose(fs: ProcFS, identity: Identity) -> Diagnosis:
     wchan = _read(fs, identity.pid, place + "wchan")
     wchan = "" if wchan == "0" else wchan
     stack = _read(fs, identity.pid, place + "stack")
-    return Diagnosis(state, show(wchan), "\n".join(show(line) for line in stack.split("\n"))[:2000], _advice(process, wchan))
+    return Diagnosis(
+        state, show(wchan), "\n".join(show(line) for line in stack.split("\n"))[:2000], _advice(process, wchan)
+    )

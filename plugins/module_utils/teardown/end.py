@@ -43,7 +43,9 @@ class Limits(t.NamedTuple):
     def check(self) -> Limits:
         """Raises CleanslateError naming the option when they make no sense."""
         if not 0 <= self.term_timeout < float("inf"):
-            raise CleanslateError("term_timeout: must be 0 or more seconds (0 means KILL at once).", option="term_timeout")
+            raise CleanslateError(
+                "term_timeout: must be 0 or more seconds (0 means KILL at once).", option="term_timeout"
+            )
         if not 0 < self.kill_timeout < float("inf"):
             raise CleanslateError("kill_timeout: must be more than 0 seconds.", option="kill_timeout")
         if self.kill_timeout <= self.term_timeout:
@@ -123,14 +125,12 @@ class _Ender:
         #: When the first signal went out, or the first unit was told to stop.
         self.first: float | None = None
         self.generation = 0
-        self.plan: Plan | None = None
         self.rescan_pause = _FIRST_PAUSE
 
     # -- pieces -------------------------------------------------------------------------------------------------
 
     def admit(self, plan: Plan) -> int:
         """Take over a plan's targets; returns how many were new."""
-        self.plan = plan
         self.memory.add(plan)
         _raise_file_limit(len(self.live) + len(plan.targets))
         fresh: list[_Live] = []
@@ -144,7 +144,9 @@ class _Ender:
             if handle is None:
                 if self.kernel.present(identity.pid):
                     self.outcome.changed_identity.append(
-                        dict(row, decision="spared", reason="changed_identity", detail="another process has this pid now")
+                        dict(
+                            row, decision="spared", reason="changed_identity", detail="another process has this pid now"
+                        )
                     )
                 continue
             fresh.append(_Live(item, handle, row))
@@ -208,7 +210,7 @@ class _Ender:
             self.reader.check()
             job = self.systemd.stop(stop.key)
             if job is None:
-                self.outcome.warnings.append("%s cannot be stopped through systemctl." % stop.key)
+                self.outcome.warnings.append("%s cannot be stopped through systemctl." % str(stop.key))
                 continue
             self.units.add(str(stop.key))
             jobs.append(job)
@@ -278,13 +280,12 @@ class _Ender:
 
     def another_generation(self) -> bool:
         """All have ended: is there anybody new? Returns whether there is more to do."""
-        ended = self.plan
         plan = self.rescan(self.memory)
         if not self.admit(plan):
             return False
         self.generation += 1
         if self.generation >= _GENERATIONS:
-            self.fail_respawned(plan if ended is None else plan)
+            self.fail_respawned(plan)
             return False
         self.stop_units(plan.units)
         return True
@@ -328,7 +329,13 @@ class _Ender:
             )
             texts.append(
                 "process %d (%s) is in state %s, waiting in %s. %s"
-                % (live.item.process.pid, show(live.item.process.comm), seen.state or "?", seen.wchan or "?", seen.advice)
+                % (
+                    live.item.process.pid,
+                    show(live.item.process.comm),
+                    seen.state or "?",
+                    seen.wchan or "?",
+                    seen.advice,
+                )
             )
         self.outcome.reason = "unkillable"
         self.outcome.message = "Not ended within %g s: %s" % (self.limits.kill_timeout, " ".join(texts))

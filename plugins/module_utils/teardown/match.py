@@ -22,7 +22,8 @@ from ..proc.table import Process
 COMM_LENGTH = 15
 
 #: What SGLang starts: both launchers, and the titles that it gives its processes with setproctitle
-#: (sglang 0.5.23: managers/scheduler.py, detokenizer_manager.py, data_parallel_controller.py, multi_tokenizer_mixin.py).
+#: (sglang 0.5.23: srt/managers/scheduler.py, detokenizer_manager.py, data_parallel_controller.py,
+#: multi_tokenizer_mixin.py).
 #: The plain title sglang.launch_server is the launcher under a name set by prctl or exec -a.
 DEFAULT_MATCH: list[t.Any] = [
     {"module": "sglang.launch_server"},
@@ -44,7 +45,9 @@ _INTERPRETER = re.compile(
     r"|ld-linux[\w.-]*|ld[\w.-]*\.so[\w.]*|awk|gawk|mawk|expect"
 )
 # Programs that carry everybody's processes or sessions: never what somebody means to end for a GPU's sake.
-_SYSTEM = re.compile(r"init|systemd(?:-\w+)*|\(sd-pam\)|sshd(?:-session)?|sudo|su|login|kthreadd|tmux|screen|cron|crond")
+_SYSTEM = re.compile(
+    r"init|systemd(?:-\w+)*|\(sd-pam\)|sshd(?:-session)?|sudo|su|login|kthreadd|tmux|screen|cron|crond"
+)
 _CHAIN = r"(?:_(?:TP|DP|PP|EP)\d+)*"
 # The same, cut anywhere.
 _CUT_CHAIN = _CHAIN + r"(?:_(?:(?:T|D|P|E)P?)?)?"
@@ -134,7 +137,11 @@ class Pattern:
         return "Pattern(%s)" % self
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Pattern) and (self.kind, self.value, self.args) == (other.kind, other.value, other.args)
+        return isinstance(other, Pattern) and (self.kind, self.value, self.args) == (
+            other.kind,
+            other.value,
+            other.args,
+        )
 
     def __hash__(self) -> int:
         return hash((self.kind, self.value, tuple(self.args)))
@@ -209,7 +216,9 @@ def _parse_one(entry: t.Any) -> Pattern:
     # Wildcards are looked for first: who writes '*' expects that it matches everything.
     if re.search(r"[*?\[\]]|^\W*$|\.[+]", value) is not None:
         raise _reject(
-            entry, "would match everything, or nothing", "Names are compared whole; there are no wildcards. " + example + "."
+            entry,
+            "would match everything, or nothing",
+            "Names are compared whole; there are no wildcards. " + example + ".",
         )
     if value.isdigit():
         raise _reject(

@@ -18,7 +18,7 @@ from ..common.text import show
 from ..gpu.rows import row
 from ..gpu.survey import Survey
 from ..net.ports import PortState, look_at_ports
-from ..proc.attribution import Attribution, attribute
+from ..proc.attribution import Attribution
 from ..proc.identity import Identity
 from ..proc.table import Process, ProcFS, ancestors, descendants
 from ..state.instance import MARK, unrecorded_members
@@ -39,7 +39,7 @@ _STOP = {"docker": "docker stop %s", "podman": "podman stop %s", "containerd": "
 _RUNTIMES = ("containerd-shim", "containerd-shim-", "conmon")
 
 #: Spared because they are somebody else's, so that their relatives are too.
-_STRANGERS = ("neighbour", "other_gpus", "other_instance", "slurm", "kubernetes", *_ENGINES)
+_STRANGERS = ("neighbour", "other_gpus", "other_instance", "other_container", "slurm", "kubernetes", *_ENGINES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +173,7 @@ class _Planner:
             if pid > 1 and not process.zombie and not process.kernel_thread
         }
         self.own = set(survey.own_pids)
-        self.selected = {gpu.index for gpu in survey.devices.selected}
-        self._attributions: dict[int, Attribution] = {}
+        self._instances: dict[int, str | None] = {}
         self.own_containers = {self.attribution(survey.table[pid]).container for pid in self.own if pid in survey.table}
         self.targets: dict[int, Item] = {}
         self.spared: dict[int, Item] = {}
@@ -191,25 +190,33 @@ class _Planner:
         for holding in survey.holdings:
             pid = holding.process.pid
             if holding.counts:
-                self.labels.setdefault(pid, []).append(holding.gpu.label)
-                (self.uses if holding.gpu.index in self.selected else self.uses_other).add(pid)
-            elif holding.kind == "neighbour" and holding.gpu.index in self.selected:
+                # Control nodes belong to no GPU: their clients count where the whole machine is meant.
+                mine = holding.gpu.selected if holding.gpu is not None else not survey.options.devices
+                self.labels.setdefault(pid, []).append(holding.gpu.label if holding.gpu is not None else "the driver")
+                if holding.gpu is not None or mine:
+                    (self.uses if mine else self.uses_other).add(pid)
+            elif holding.kind == "neighbour" and holding.gpu is not None and holding.gpu.selected:
                 self.neighbours.add(pid)
 
     # -- who a process is ---------------------------------------------------------------------------------------
 
     def attribution(self, process: Process) -> Attribution:
-        if process.pid not in self._attributions:
-            self._attributions[process.pid] = attribute(process)
-        return self._attributions[process.pid]
+        return self.survey.attribution(process)
 
     def instance(self, process: Process) -> str | None:
         """The instance that a process belongs to; a named one also by its mark alone, when its record is lost."""
-        name = self.survey.instance_of(process)
-        if name is None and self.options.instances and process.environ:
-            mark = process.environ.get(MARK)
-            return mark if mark in self.options.instances else None
-        return name
+        if process.pid not in self._instances:
+            name = self.survey.instance_of(process)
+            if name is None and self.options.instances and process.environ:
+                mark = process.environ.get(MARK)
+                name = mark if mark in self.options.instances else None
+            self._instances[process.pid] = name
+        return self._instances[process.pid]
+
+    def is_named(self, process: Process) -> bool:
+        """Whether a process belongs to an instance that was named."""
+        name = self.instance(process)
+        return name is not None and name in self.options.instances
 
     def unit_key(self, process: Process) -> UnitKey | None:
         """The unit of a process, if this machine's or a user's manager runs it."""
@@ -228,10 +235,12 @@ class _Planner:
         why = self.survey.safe(process)
         if why is not None:
             return Item(process, "protected", why)
+        if not self.survey.in_containers(process):
+            return Item(process, "other_container", "outside of the chosen containers")
         name = self.instance(process)
         if name is not None and name not in self.options.instances:
             return Item(process, "other_instance", "belongs to instance %s, which is not named" % name)
-        if name in self.options.instances and name is not None:
+        if name is not None:
             return None
         found = self.attribution(process)
         if found.container_kind in _MANAGED and found.container not in self.own_containers:
@@ -266,8 +275,7 @@ class _Planner:
         if forbidden is not None:
             self.spare(forbidden)
             return False
-        named = self.instance(process) in self.options.instances
-        engine = None if named or reason == "unit" else self.engine(process)
+        engine = None if self.is_named(process) or reason == "unit" else self.engine(process)
         if engine is not None:
             stop = _STOP[engine.container_kind] % engine.container_id
             if self.options.scope != "all":
@@ -363,7 +371,9 @@ class _Planner:
         """Every holder of a selected GPU: a target under all, else spared by name."""
         for pid in sorted(self.uses):
             if pid == 1:
-                self.spare(Item(self.survey.table[1], "init", "process 1 is never signalled: stop the machine or container"))
+                self.spare(
+                    Item(self.survey.table[1], "init", "process 1 is never signalled: stop the machine or container")
+                )
             process = self.table.get(pid)
             if process is None or pid in self.targets:
                 continue
@@ -377,7 +387,7 @@ class _Planner:
                 continue
             if holding.kind == "benign":
                 self.spare(self.never(process) or Item(process, "protected", holding.why))
-            elif holding.gpu.index in self.selected or holding.counts:
+            elif holding.counts or (holding.gpu is not None and holding.gpu.selected):
                 out = self.never(process) or self.spare_by_gpu(process)
                 if out is not None and process.pid not in self.waiting:
                     self.spare(out)
@@ -388,7 +398,8 @@ class _Planner:
             for listener in state.listeners:
                 if not listener.pids:
                     self.warnings.append(
-                        "Port %d is listened on (%s) by a process that is out of sight." % (state.port, listener.address)
+                        "Port %d is listened on (%s) by a process that is out of sight."
+                        % (state.port, listener.address)
                     )
                 for pid in listener.pids:
                     process = self.table.get(pid)
@@ -429,7 +440,7 @@ class _Planner:
         for pid in sorted(descendants(self.table, self.targets)):
             process = self.table[pid]
             # A neighbour is never a target, whoever started it.
-            if pid in self.neighbours and pid not in self.uses and self.instance(process) not in self.options.instances:
+            if pid in self.neighbours and pid not in self.uses and not self.is_named(process):
                 self.spare(self.spare_by_gpu(process) or Item(process, "neighbour"))
                 continue
             self.take(process, "descendant", "started by a target")
@@ -444,7 +455,8 @@ class _Planner:
         seeds = {
             pid
             for pid, item in self.targets.items()
-            if item.reason in ("match", "listener", "ancestor") and self.instance(item.process) is None
+            if item.reason in ("match", "listener", "ancestor")
+            and self.instance(item.process) is None
             and (item.reason != "listener" or first_match(self.options.match, item.process) is not None)
         }
         found = {process.pgrp for process in unrecorded_members(self.table.values(), seeds)}
@@ -473,7 +485,7 @@ class _Planner:
                 continue
             members = self.in_cgroup(state)
             if any(member.pid in self.own for member in members):
-                self.warnings.append("%s is not stopped: this module runs in it." % key)
+                self.warnings.append("%s is not stopped: this module runs in it." % str(key))
                 continue
             self.unit_targets.setdefault(key, "its main process %d is a target" % pid)
             for member in members:
@@ -490,8 +502,8 @@ class _Planner:
             clients = {holding.process.pid for holding in self.survey.of_gpu(gpu)}
             if clients and clients <= set(self.targets):
                 self.warnings.append(
-                    "%s: its last client goes and persistence mode is off, so the driver resets its clocks, power cap and "
-                    "compute mode, and the next start takes longer." % gpu.label
+                    "%s: its last client goes and persistence mode is off, so the driver resets its clocks, power cap "
+                    "and compute mode, and the next start takes longer." % gpu.label
                 )
 
     def check_init(self) -> None:
@@ -546,9 +558,7 @@ class _Planner:
         )
 
 
-def make_plan(
-    survey: Survey, options: PlanOptions, extras: Extras | None = None, memory: Memory | None = None
-) -> Plan:
+def make_plan(survey: Survey, options: PlanOptions, extras: Extras | None = None, memory: Memory | None = None) -> Plan:
     """Decide for every process in sight. Pure.
 
     C(memory) is what earlier looks of the same teardown knew. Raises CleanslateError when the options cannot be meant

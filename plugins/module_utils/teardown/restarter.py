@@ -72,9 +72,14 @@ def name_restarter(process: Process, plan: Plan) -> Restarter | None:
     for above in chain:
         if above.pid in targets or above.pid in plan.survey.own_pids:
             continue
-        kind = "a loop in" if is_interpreter(os.path.basename(above.argv[0]) if above.argv else above.comm) else "its parent"
+        kind = (
+            "a loop in"
+            if is_interpreter(os.path.basename(above.argv[0]) if above.argv else above.comm)
+            else "its parent"
+        )
         return Restarter(
-            "%s pid %d (%s)" % (kind, above.pid, command_line(above.argv, 120) or show(above.comm)), "kill %d" % above.pid
+            "%s pid %d (%s)" % (kind, above.pid, command_line(above.argv, 120) or show(above.comm)),
+            "kill %d" % above.pid,
         )
     if found.unit.endswith(".service") or found.user_unit:
         unit = found.user_unit or found.unit

@@ -93,7 +93,9 @@ def _systemctl(manager: int | None) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    keep = {name: os.environ[name] for name in ("PATH", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS") if name in os.environ}
+    keep = {
+        name: os.environ[name] for name in ("PATH", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS") if name in os.environ
+    }
     keep.setdefault("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
     if os.geteuid():
         keep.setdefault("XDG_RUNTIME_DIR", "/run/user/%d" % os.geteuid())
