@@ -144,11 +144,11 @@ def safe_reason(process: Process, protect: t.Iterable[str] = ()) -> str | None:
         if _is(family, process.comm, True) and any(_is(family, name, False) for name in programs):
             return family.why
     argv = process.argv
-    own = programs | {process.title, os.path.basename(process.title)}
+    own = programs | {process.title, os.path.basename(process.title), os.path.basename(process.exe or "")}
     if len(argv) > 1 and _INTERPRETER.fullmatch(os.path.basename(argv[0])):
         own.add(os.path.basename(argv[1]))
     for name in protect:
-        if name in own or (len(name.encode()) <= _COMM_BYTES and name == process.comm):
+        if (name and name in own) or (len(name.encode()) <= _COMM_BYTES and name == process.comm):
             return "named in protect"
     if is_own_child(process):
         return "another run of this collection looks at the GPUs through it"
