@@ -175,8 +175,12 @@ def mapped(pid: int) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def eagle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """TP=3 with EAGLE-3 on GPUs 0-2 of four, fully up; asked for its health all the way."""
+    """TP=3 with EAGLE-3 on GPUs 0-2 of four, fully up; asked for its health all the way.
+
+    It begins wedged, so that the warm-up lasts until it was seen.
+    """
     made = Server(tmp_path_factory.mktemp("eagle") / "server")
+    (made.folder / "wedged").touch()
     uuids = ",".join(f"GPU-fa4e0000-0000-4000-8000-00000000000{minor}" for minor in range(3))
     made.start(
         f"--tp-size 3 --enable-metrics --api-key secret {EAGLE} {made.folder / 'draft'}",
@@ -186,9 +190,12 @@ def eagle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         NCCL_ALGO="Ring",
         NCCL_BUFFSIZE="4M",
         NCCL_TYPO="1",
+        STANDIN_WEDGE=str(made.folder / "wedged"),
     )
     while 200 not in made.seen:
         made.seen.append(made.ask("/health")[0])
+        if 503 in made.seen:
+            (made.folder / "wedged").unlink(missing_ok=True)
         assert made.process.poll() is None, made.log()
     yield made
     made.end()

@@ -169,12 +169,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, status, content=b"", kind="application/json"):
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.tell(status)  # before the client can act on it, so that the log tells things in their order
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
-        self.tell(status)
 
     def tell(self, status):
         logger.info(
@@ -375,6 +375,7 @@ class Handler(BaseHTTPRequestHandler):
         return answer
 
     def stream(self, prompt, new):
+        self.tell(200)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
         self.send_header("Connection", "close")
@@ -383,7 +384,6 @@ class Handler(BaseHTTPRequestHandler):
         for meta in self.engine.tokenizer.generate(prompt, new, stream=True, gone=self.client_left):
             self.wfile.write(b"data: " + json.dumps(self.shape(meta)).encode() + b"\n\n")
         self.wfile.write(b"data: [DONE]\n\n")
-        self.tell(200)
 
 
 ROUTES = {
