@@ -71,6 +71,7 @@ OWN_ENVIRONMENT = {
     "SPT_NOENV": "",
     "CLEANSLATE_INSTANCE": "",
 }
+SHORTEST_SECRET = 4
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _FIELD = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -143,11 +144,12 @@ class Declaration:
         return bool(self.args.get("is_embedding"))
 
     def secrets(self) -> list[str]:
-        """Every value that must never be shown."""
+        """Every value that must never be shown. What is shorter than SHORTEST_SECRET guards nothing, and hiding it
+        wherever it occurs would make everything unreadable."""
         found = [self.api_key, self.admin_api_key]
         found += [str(v) for k, v in self.environment.items() if is_secret_name(str(k)) and v is not None]
         found += [v for k, v in self.args.items() if is_secret_name(str(k)) and isinstance(v, str)]
-        return [value for value in found if value]
+        return [value for value in found if value and len(value) >= SHORTEST_SECRET]
 
 
 class Checked(t.NamedTuple):
@@ -182,9 +184,10 @@ def check(declaration: Declaration) -> Checked:
             wrong("declaration", field, "%s is not above 0 s." % getattr(declaration, field))
     for field in ("api_key", "admin_api_key"):
         value = getattr(declaration, field) or ""
-        if value.startswith("-") or not value.isprintable() or value != value.strip():
+        if value.startswith("-") or value != value.strip() or not (value.isascii() and value.isprintable()):
+            # It travels in an HTTP header and behind an option of a command line.
             wrong(
-                "declaration", field, "a key may not begin with '-' nor hold spaces at its ends or control characters."
+                "declaration", field, "a key is printable ASCII, may not begin with '-', nor have spaces at its ends."
             )
     _check_environment(declaration, wrong)
     _check_args(declaration, wrong)
