@@ -51,9 +51,10 @@ options:
       - A match that holds none of the GPUs is ended only if it is an ancestor or descendant of a target, or belongs to
         its process group whose leader is dead or a target.
       - Processes of Slurm, Kubernetes and Docker are spared under V(match) and named.
-      - The default is both launchers of SGLang and the titles that it gives its processes.
+      - Empty means both launchers of SGLang and the titles that it gives its processes.
     type: list
     elements: raw
+    default: []
   ports:
     description:
       - TCP ports that a server wants. Under O(scope=all) an unprotected listener is a target; otherwise only if it matches
@@ -181,7 +182,7 @@ ARGUMENT_SPEC: dict[str, Any] = dict(
     scope={"type": "str", "choices": ["instances", "match", "all"], "required": True},
     instances={"type": "list", "elements": "str", "default": []},
     units={"type": "list", "elements": "str", "default": []},
-    match={"type": "list", "elements": "raw"},
+    match={"type": "list", "elements": "raw", "default": []},
     ports={"type": "list", "elements": "int", "default": []},
     term_timeout={"type": "float", "default": 10.0},
     kill_timeout={"type": "float", "default": 60.0},

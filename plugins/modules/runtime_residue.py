@@ -50,6 +50,11 @@ options:
         do not count, except for the system's own folders.
     type: path
     default: /dev
+  release_lease:
+    description:
+      - Drop the lease of O(lease) at the end, because this is the run's last step on this node.
+    type: bool
+    default: false
 extends_documentation_fragment:
   - cleanslate.inference.lease
   - cleanslate.inference.paths
@@ -131,6 +136,7 @@ ARGUMENT_SPEC: dict[str, Any] = dict(
     min_age={"type": "float"},
     users={"type": "list", "elements": "str", "default": []},
     dev_dir={"type": "path", "default": "/dev"},
+    release_lease={"type": "bool", "default": False},
 )
 
 

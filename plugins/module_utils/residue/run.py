@@ -39,7 +39,8 @@ def sweep_residue(
         lease.check()
         swept = sweep(options, True, fs, pids)
     else:
-        with lease.held(float(params.get("lock_timeout") or 0.0)):
+        release = bool(params.get("release_lease"))
+        with lease.held(float(params.get("lock_timeout") or 0.0), release=release):
             swept = sweep(options, False, fs, pids)
     verb = "Would remove" if check else "Removed"
     paths = sorted(entry["path"] for entry in swept.removed)

@@ -70,10 +70,7 @@ class PlanOptions:
                 "scope: instances ends only what is named. Name it in instances or units, or choose another scope.",
                 option="scope",
             )
-        match = params.get("match")
-        patterns = parse_match(DEFAULT_MATCH if match is None else match)
-        if scope == "match" and not (patterns or instances or units):
-            raise CleanslateError("match: the list is empty, so scope match would end nothing.", option="match")
+        patterns = parse_match(params.get("match") or DEFAULT_MATCH)
         ports = []
         for port in params.get("ports") or ():
             if not str(port).isdigit() or not 0 < int(port) < 65536:
