@@ -48,6 +48,10 @@ class Server:
             self.port = free.getsockname()[1]
         self.seen: list[int] = []
 
+    def sibling(self, name: str) -> Server:
+        """Another node of the same instance."""
+        return Server(self.folder.parent / name)
+
     def start(self, line: str = "", **environment: str) -> None:
         """Start in a session of its own; nothing is waited for."""
         inherited = {k: v for k, v in os.environ.items() if not re.match("CUDA_|FAKE_|NCCL_|SGLANG_|SPT_|STANDIN_", k)}
@@ -515,6 +519,74 @@ def test_killing_main_takes_all_but_the_inductor_pool_at_once(server: Server) ->
     assert descriptors(pool)["nvidia3"] == 1
     server.gone()
     assert 0.5 < time.monotonic() - killed < 10
+
+
+def test_three_nodes(server: Server) -> None:
+    """Rank 0 serves; the others' /health says nothing, SIGTERM does not reach them, and they end with rank 0."""
+    nodes = [server, server.sibling("second"), server.sibling("third")]
+    meeting = server.sibling("meeting").port
+    try:
+        for rank, node in enumerate(nodes):
+            node.start(
+                f"--device cpu --tp-size 6 --nnodes 3 --node-rank {rank} --dist-init-addr 127.0.0.1:{meeting}",
+                NCCL_DEBUG="INFO",
+                NCCL_ALGO="Ring",
+            )
+        server.up()
+        for rank, node in enumerate(nodes):
+            titles = sorted(words for words in node.members().values() if words.startswith("sglang::scheduler"))
+            assert titles == [f"sglang::scheduler_TP{2 * rank}", f"sglang::scheduler_TP{2 * rank + 1}"]
+            assert node.log().count("NCCL_ALGO set by environment to Ring") == 2
+        follower = nodes[1]
+        assert [follower.ask(path)[0] for path in ("/health", "/ready", "/server_info", "/v1/models")] == [
+            200,
+            404,
+            404,
+            404,
+        ]
+        os.kill(nodes[2].titled("sglang::scheduler_TP5"), signal.SIGSTOP)
+        with pytest.raises(TimeoutError):
+            server.generate(timeout=0.3)
+        os.kill(nodes[2].titled("sglang::scheduler_TP5"), signal.SIGCONT)
+        assert server.generate()[0] == 200
+        follower.process.terminate()
+        follower.until_logged("SIGTERM received on node_rank 1; waiting for the rank-0 ShutdownReq broadcast")
+        assert follower.process.poll() is None
+        server.process.terminate()
+        assert [node.ended() for node in nodes] == [0, 0, 0]
+    finally:
+        for node in nodes[1:]:
+            node.end()
+
+
+@pytest.mark.parametrize("then", ["hang", "die"])
+def test_a_rank_that_loses_its_peer_hangs_or_dies(server: Server, then: str) -> None:
+    other, meeting = server.sibling("second"), server.sibling("meeting").port
+    line = f"--device cpu --tp-size 2 --nnodes 2 --dist-init-addr 127.0.0.1:{meeting} --node-rank "
+    try:
+        server.start(line + "0", STANDIN_PEER_LOSS=then)
+        other.start(line + "1")
+        server.up()
+        other.process.kill()
+        other.gone()
+        if then == "hang":
+            with pytest.raises(TimeoutError):
+                server.generate(timeout=0.3)
+            assert server.process.poll() is None
+        else:
+            assert server.generate()[0] == 0  # the connection breaks
+            assert server.ended() == -signal.SIGKILL and "Connection closed by peer" in server.log()
+    finally:
+        other.end()
+
+
+def test_a_rendezvous_port_in_use(server: Server) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        server.start(f"--device cpu --nccl-port {taken.getsockname()[1]}")
+        assert server.ended() == -signal.SIGKILL
+    assert "torch.distributed.DistNetworkError" in server.log() and "EADDRINUSE" in server.log()
 
 
 def test_a_port_in_use_is_noticed_last_and_does_not_end_it(server: Server) -> None:

@@ -31,7 +31,10 @@ def serve(server_args):
     cfg = server_args.resolved_dict()
     engine = Engine(server_args, cfg)
     engine.launch()
-    engine.run()
+    if cfg["node_rank"] == 0:
+        engine.run()
+    else:
+        engine.follow()
 
 
 def set_environment(cfg):
@@ -72,12 +75,15 @@ class Engine:
         if cfg["device"] != "cpu":
             self.nodes.note(listed=False, mib=2)
             self.nodes.hold()
-        tokenizer = Tokenizer(paths, cfg)
+        first = cfg["node_rank"] == 0
+        tokenizer = Tokenizer(paths, cfg) if first else None
         context = multiprocessing.get_context("spawn")
         readers = self.start_workers(context, paths)
         logger.info("No HuggingFace chat template found")
         for reader in readers:
             self.measured.update(self.receive(reader) or {})
+        if not first:
+            return
         tokenizer.attach(files.Loads(paths["loads"]))
         self.tokenizer = tokenizer
         self.startup_time = {
@@ -95,27 +101,31 @@ class Engine:
 
     def start_workers(self, context, paths):
         cfg = self.cfg
-        ranks = cfg["tp_size"] * cfg["pp_size"]
-        links = [context.Pipe() for _ in range(1, ranks)]
+        first, here = cfg["node_rank"] == 0, cfg["tp_size"] * cfg["pp_size"] // cfg["nnodes"]
+        pipes = [context.Pipe() for _ in range(1, here if first else 1)]
         readers, given = [], []
-        for rank in range(ranks):
+        for local_rank in range(here):
+            rank = cfg["node_rank"] * here + local_rank
             place = {
-                "rank": rank, "tp": rank % cfg["tp_size"], "pp": rank // cfg["tp_size"], "dp": 0,
-                "gpu": cfg["base_gpu_id"] + rank * cfg["gpu_id_step"],
+                "rank": rank, "local_rank": local_rank, "tp": rank % cfg["tp_size"], "pp": rank // cfg["tp_size"],
+                "dp": 0, "gpu": cfg["base_gpu_id"] + local_rank * cfg["gpu_id_step"],
             }  # fmt: skip
-            ring = [mine for mine, _ in links] if rank == 0 else [links[rank - 1][1]]
+            links = [mine for mine, _ in pipes] if local_rank == 0 else [pipes[local_rank - 1][1]] if first else []
             reader, writer = context.Pipe(duplex=False)
-            arguments = (cfg, place, paths, os.getpid(), writer, ring)
+            arguments = (cfg, place, paths, os.getpid(), writer, links)
             name = "scheduler" + scheduler.title_suffix(cfg, place).replace(" ", "_")
             self.spawn(context, name, scheduler.run, arguments)
             readers.append(reader)
-            given += [writer, *ring]
-        reader, writer = context.Pipe(duplex=False)
-        self.spawn(context, "detokenizer", detokenizer.run, (cfg, paths, writer))
+            given += [writer, *links]
+        if first:
+            reader, writer = context.Pipe(duplex=False)
+            self.spawn(context, "detokenizer", detokenizer.run, (cfg, paths, writer))
+            readers.append(reader)
+            given.append(writer)
         # Our own ends would keep a dead worker's pipes open.
-        for end in [writer, *given]:
+        for end in given:
             end.close()
-        return [*readers, reader]
+        return readers
 
     def spawn(self, context, name, body, arguments):
         process = context.Process(target=body, args=arguments, name=name)
@@ -151,6 +161,26 @@ class Engine:
         while not self.stopping.wait(interval):
             self.check_children()
         self.drain()
+
+    def follow(self):
+        """A node that is not the first: its schedulers work, its /health always says 200, SIGTERM does nothing."""
+        signal.signal(signal.SIGTERM, self.told_to_wait)
+        self.status = "Up"
+        dummy = Server(self, dummy=True)
+        if dummy.bind():
+            dummy.start()
+        interval = settings.number("WATCHDOG", 1)
+        while any(process.exitcode is None for process in self.children.values()):
+            wait(min(interval, 0.1))
+            self.check_children()
+        processes.kill_tree(logger, include_self=False)
+        os._exit(0)
+
+    def told_to_wait(self, signum, frame):
+        logger.warning(
+            "SIGTERM received on node_rank %d; waiting for the rank-0 ShutdownReq broadcast to stop the schedulers.",
+            self.cfg["node_rank"],
+        )
 
     def terminated(self, signum, frame):
         logger.warning("SIGTERM received. signum=None frame=None. Draining requests and shutting down...")

@@ -78,13 +78,16 @@ class Memory:
         return room
 
 
-def come_up(cfg, rank, ranks, device, main_pid):
-    """Log the whole start of one rank. Returns what it measured: tokens, memory, timings."""
+def come_up(cfg, rank, ranks, device, main_pid, rendezvous):
+    """Log the whole start of one rank. Returns what it measured: tokens, memory, timings.
+
+    rendezvous() is called where the real one waits for the other ranks.
+    """
     memory, times = Memory(cfg), {}
     speculative = cfg["speculative_algorithm"] is not None
     models = ["target", "draft"] if speculative else ["target"]
     for model in models:
-        connect(memory, model, rank, ranks, device, main_pid)
+        connect(memory, model, rank, ranks, device, main_pid, rendezvous)
         load(memory, model, rank, main_pid, times)
     stumble("kv", main_pid)
     whole = memory.kv_cache()
@@ -121,11 +124,12 @@ def running_limit(cfg):
     return max(1, (cfg["max_running_requests"] or 4096) // max(cfg["dp_size"], 1))
 
 
-def connect(memory, model, rank, ranks, device, main_pid):
+def connect(memory, model, rank, ranks, device, main_pid, rendezvous):
     logger.info("Init torch distributed begin.")
     stumble("dist", main_pid)
     if model == "target":
         wait(settings.paced(0.3))
+        rendezvous()
         log.nccl(device, rank, ranks)
         memory.take(0.09 if ranks == 1 else 0.91)
     logger.info(

@@ -14,7 +14,7 @@ import signal
 import time
 import traceback
 
-from sglang.standin import files, gpus, inductor, log, phases, processes, settings
+from sglang.standin import files, gpus, inductor, log, phases, processes, ring, settings
 from sglang.standin.bus import Inbox, Outbox
 from sglang.standin.pace import for_ever, wait
 
@@ -32,15 +32,15 @@ def title_suffix(cfg, place):
     return "".join(f" {part}" for part in parts)
 
 
-def run(cfg, place, paths, main_pid, ready, ring):
-    """Body of the process. `ring`: rank 0 has a connection to each other rank, the others have theirs."""
+def run(cfg, place, paths, main_pid, ready, links):
+    """Body of the process. `links`: rank 0's connections to the ranks of its node; elsewhere the one to rank 0."""
     processes.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     suffix = title_suffix(cfg, place)
     processes.set_title("sglang::scheduler" + suffix.replace(" ", "_"))
     log.configure(suffix, cfg["log_level"])
     try:
-        Scheduler(cfg, place, paths, main_pid, ready, ring).serve()
+        Scheduler(cfg, place, paths, main_pid, ready, links).serve()
     except phases.StartFailed as error:
         fail(f"Traceback (most recent call last):\n{error}\n", main_pid)
     except (OSError, ValueError, KeyError, TypeError):
@@ -55,8 +55,8 @@ def fail(text, main_pid):
 
 
 class Scheduler:
-    def __init__(self, cfg, place, paths, main_pid, ready, ring):
-        self.cfg, self.place, self.ring, self.main_pid = cfg, place, ring, main_pid
+    def __init__(self, cfg, place, paths, main_pid, ready, links):
+        self.cfg, self.place, self.ring, self.main_pid = cfg, place, links, main_pid
         self.rank = place["rank"]
         self.speculative = cfg["speculative_algorithm"] is not None
         nodes = gpus.Nodes()
@@ -66,7 +66,7 @@ class Scheduler:
             nodes.hold(used)
         world = cfg["tp_size"] * cfg["pp_size"]
         pool = inductor.Pool() if self.speculative else None
-        measured = phases.come_up(cfg, self.rank, world, place["gpu"], main_pid)
+        measured = phases.come_up(cfg, self.rank, world, place["gpu"], main_pid, self.meet)
         if used is not None:
             taken = settings.number("GPU_FREE_GB", phases.GPU_GB) - measured["available"]
             nodes.note(True, os.environ.get("FAKE_GPU_MIB") or taken * 1024, used)
@@ -94,6 +94,9 @@ class Scheduler:
         if self.rank == 0:
             self.publish()
         ready.send(measured)
+
+    def meet(self):
+        self.ring, self.listener = ring.meet(self.cfg, self.place, self.ring)
 
     def take_gpu(self, nodes):
         """The minor that this rank runs on, or None on a CPU."""
@@ -124,22 +127,33 @@ class Scheduler:
             self.step()
 
     def follow(self):
-        """A rank that is not 0: answer each step. When rank 0 is gone it hangs, as in NCCL."""
+        """A rank that is not 0: answer each step. When rank 0 is gone it hangs, as in NCCL.
+
+        STANDIN_PEER_LOSS=die: it fails instead, as with gloo.
+        """
         while True:
             try:
                 word = self.ring[0].recv_bytes()
                 if word == b"end":
                     self.leave()
                 self.ring[0].send_bytes(word)
-            except (EOFError, BrokenPipeError, ConnectionResetError):
-                for_ever()
+            except (EOFError, OSError) as error:
+                self.peer_lost(error)
 
     def together(self, word):
-        for peer in self.ring:
-            peer.send_bytes(word)
-        if word != b"end":
+        try:
             for peer in self.ring:
-                peer.recv_bytes()
+                peer.send_bytes(word)
+            if word != b"end":
+                for peer in self.ring:
+                    peer.recv_bytes()
+        except (EOFError, OSError) as error:
+            self.peer_lost(error)
+
+    def peer_lost(self, error):
+        if settings.text("PEER_LOSS", "hang") == "hang":
+            for_ever()
+        raise phases.StartFailed(f"RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer ({error})")
 
     def leave(self):
         for path, _, _ in self.kept:
