@@ -57,6 +57,7 @@ STAGES: list[Stage] = [
     lint("changelog", "-m", "antsibull_changelog", "lint"),
     lint("dependencies", CHECKS / "dependencies.py"),
     lint("inventories", CHECKS / "inventories.py"),
+    lint("flag-table", "tests/lab/standin/make_flag_table.py", "--check", "--venv", BUILD / "flag-table"),
     lint("target-3.9", CHECKS / "target_python.py", "3.9", needs=[python("3.9")]),
     # -- behaviour
     tests("unit", PYTHON, "unit"),
