@@ -32,7 +32,8 @@ options:
     default: []
   containers:
     description:
-      - On a hypervisor, only processes of these containers (ids). Empty means the host and all containers.
+      - On a hypervisor, the containers that are meant (ids). Empty means the host and all containers.
+      - Holders of other containers are still seen and named; they are spared, and a GPU that they hold is not free.
     type: list
     elements: str
     default: []

@@ -60,6 +60,8 @@ class Kernel:
         """
         try:
             fd = os.pidfd_open(identity.pid)
+        except OverflowError:  # such as 4294967295, which drivers report
+            return None
         except OSError as error:
             # ENOENT and EINVAL: what has this number is a thread, or no number of a process.
             if error.errno in (errno.ESRCH, errno.EINVAL, errno.ENOENT):

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pickle
+import signal
 import stat as st
 import typing as t
 
@@ -22,6 +24,9 @@ from .table import Hidden, Process, ProcFS, Vanished
 
 #: ("c", device number) of a character device, or ("f", file system's device number, inode) of a plain file or socket.
 Key = tuple[t.Any, ...]
+#: At most so many processes share a scan, and each has at least so many to look at.
+_HELPERS = 4
+_SHARE = 300
 Stat = t.Callable[[str], os.stat_result]
 
 
@@ -94,6 +99,25 @@ class ScanResult:
 
 class _Denied(Exception):
     """The process is there and may not be looked at."""
+
+
+class Held(t.NamedTuple):
+    opened: set[Key]
+    mapped: set[Key]
+    thread_only: bool = False
+
+
+class _Look(t.NamedTuple):
+    """What became of the look at one process; plain enough to be sent by a helper."""
+
+    pid: int
+    #: Its line of C(stat), None when it is hidden.
+    stat: bytes | None
+    #: Whether its files were looked at.
+    counted: bool = False
+    held: Held | None = None
+    #: Why it could not be looked at.
+    denied: str = ""
 
 
 class _Scanner:
@@ -178,15 +202,14 @@ class _Scanner:
         # Nobody can say: what has the inode or the name of something watched counts as it.
         return self.inodes.get(region.inode) or self.watch.names.get(name)
 
-    def look(self, process: Process) -> Found | None:
-        """One process; None when it has nothing of what is watched. Raises Vanished, _Denied."""
+    def look(self, process: Process) -> Held:
+        """What one process has of what is watched. Raises Vanished, _Denied."""
         folder = self.fs.path(process.pid)
         if process.state not in "ZX":
             opened = self.descriptors(folder + "/fd")
             for task in self.files.strays(folder, process) if process.threads > 1 else ():
                 opened |= self._of_task(folder + "/task/" + task)
-            mapped = self.mapped(folder)
-            return Found(process, frozenset(opened), frozenset(mapped)) if opened or mapped else None
+            return Held(opened, self.mapped(folder))
         opened, mapped = set(), set()
         for task in self._tasks(folder):
             if task != str(process.pid):
@@ -195,7 +218,7 @@ class _Scanner:
                     mapped |= self.mapped(folder + "/task/" + task)
                 except Vanished:
                     continue
-        return Found(process, frozenset(opened), frozenset(mapped), thread_only=True) if opened or mapped else None
+        return Held(opened, mapped, thread_only=True)
 
     def _of_task(self, folder: str) -> set[Key]:
         try:
@@ -220,6 +243,91 @@ def _in_scope(process: Process, fs: ProcFS, uids: t.Collection[int], stat: Stat)
     return owner in uids if owner else process.uid in uids
 
 
+class _Work:
+    """The looks at many processes; shared among helpers where there are many and processors to spare."""
+
+    def __init__(self, scanner: _Scanner, uids: t.Collection[int] | None, skip: t.Collection[int]) -> None:
+        self.scanner = scanner
+        self.uids = uids
+        self.skip = skip
+
+    def one(self, pid: int) -> _Look | None:
+        """None when the process is gone or out of scope."""
+        fs = self.scanner.fs
+        stat = None
+        try:
+            process = fs.process(pid)
+            if self.uids is not None and not _in_scope(process, fs, self.uids, self.scanner.stat):
+                return None
+            stat = process.raw
+            if process.kernel_thread or process.zombie or pid in self.skip:
+                return _Look(pid, stat)
+            held = self.scanner.look(process)
+        except Hidden:
+            return _Look(pid, None, denied="this user may know nothing of it (hidepid)")
+        except Vanished:
+            return None
+        except _Denied as error:
+            return _Look(pid, stat, counted=True, denied=str(error))
+        return _Look(pid, stat, counted=True, held=held if held.opened or held.mapped else None)
+
+    def part(self, pids: t.Iterable[int]) -> list[_Look]:
+        return [look for look in map(self.one, pids) if look is not None]
+
+    def all(self, pids: t.Sequence[int]) -> list[_Look]:
+        count = min(_HELPERS, len(os.sched_getaffinity(0)), len(pids) // _SHARE)
+        if count < 2:
+            return self.part(pids)
+        parts = [pids[number::count] for number in range(count)]
+        helpers = [_Helper(self, part) for part in parts[1:]]
+        try:
+            looks = self.part(parts[0])
+            for helper, part in zip(helpers, parts[1:]):
+                answer = helper.answer()
+                looks += self.part(part) if answer is None else answer
+        finally:
+            for helper in helpers:
+                helper.close()
+        return looks
+
+
+class _Helper:
+    """A forked copy of this process that takes a part of the looks: most of a scan is spent in the kernel."""
+
+    def __init__(self, work: _Work, pids: t.Sequence[int]) -> None:
+        self._from, answer = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            code = 1
+            try:
+                os.close(self._from)
+                data = pickle.dumps(work.part(pids))
+                while data:
+                    data = data[os.write(answer, data) :]
+                code = 0
+            finally:
+                os._exit(code)
+        os.close(answer)
+
+    def answer(self) -> list[_Look] | None:
+        """The looks; None when the helper failed, so that they must be done without it."""
+        chunks = []
+        while True:
+            chunk = os.read(self._from, 1 << 20)
+            if not chunk:
+                break
+            chunks.append(chunk)
+        _pid, status = os.waitpid(self._pid, 0)
+        self._pid = 0
+        return pickle.loads(b"".join(chunks)) if status == 0 else None
+
+    def close(self) -> None:
+        os.close(self._from)
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+
+
 def scan(
     fs: ProcFS,
     watch: Watch,
@@ -233,31 +341,20 @@ def scan(
     C(pids) confines the look to these; C(uids) to processes of these real user ids; C(skip) leaves pids out.
     A process that may not be looked at is listed as unreadable; one that ended meanwhile is not.
     """
-    scanner = _Scanner(fs, watch, stat)
     result = ScanResult()
     every = fs.pids()
     if pids is None and fs.root == "/proc" and 1 not in every:
         result.unreadable.append(Unreadable(1, "", "processes of other users are hidden from this one (hidepid)"))
     chosen = every if pids is None else sorted(set(every).intersection(pids))
-    for pid in chosen:
-        try:
-            process = fs.process(pid)
-            if uids is not None and not _in_scope(process, fs, uids, stat):
-                continue
-            result.table[pid] = process
-            if process.kernel_thread or process.zombie or pid in skip:
-                continue
-            result.processes += 1
-            found = scanner.look(process)
-        except Hidden:
-            result.unreadable.append(Unreadable(pid, "", "this user may know nothing of it (hidepid)"))
-            continue
-        except Vanished:
-            result.table.pop(pid, None)
-            continue
-        except _Denied as error:
-            result.unreadable.append(Unreadable(pid, process.comm, str(error)))
-            continue
-        if found is not None:
-            result.found[pid] = found
+    for look in sorted(_Work(_Scanner(fs, watch, stat), uids, skip).all(chosen)):
+        process = Process(fs, look.pid, look.stat) if look.stat is not None else None
+        if process is not None:
+            result.table[look.pid] = process
+        result.processes += look.counted
+        if look.denied:
+            result.unreadable.append(Unreadable(look.pid, process.comm if process else "", look.denied))
+        elif look.held is not None and process is not None:
+            held = look.held
+            found = Found(process, frozenset(held.opened), frozenset(held.mapped), held.thread_only)
+            result.found[look.pid] = found
     return result
