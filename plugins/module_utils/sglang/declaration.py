@@ -189,6 +189,8 @@ def check(declaration: Declaration) -> Checked:
             wrong(
                 "declaration", field, "a key is printable ASCII, may not begin with '-', nor have spaces at its ends."
             )
+        elif value and len(value) < SHORTEST_SECRET:
+            wrong("declaration", field, "a key has at least %d characters." % SHORTEST_SECRET)
     _check_environment(declaration, wrong)
     _check_args(declaration, wrong)
     effective = nccl.merge(declaration.nccl, declaration.nccl_host, declaration.environment)

@@ -146,7 +146,7 @@ class Planner:
 
     def run(self) -> Result:
         survey, declaration = self.survey, self.declaration
-        self.record = self._load_record()
+        self.record = RecordStore(self.state_dir).load(declaration.name)
         prepared = self.prepared = prepare(declaration, self.state_dir, survey)
         self.blocked += prepared.findings
         self.notes += prepared.notes
@@ -166,13 +166,6 @@ class Planner:
         )
 
     # -- the declaration ---------------------------------------------------------------------------------------
-
-    def _load_record(self) -> InstanceRecord | None:
-        try:
-            return RecordStore(self.state_dir).load(self.declaration.name)
-        except CleanslateError as error:
-            self.blocked.append(Finding("record_damaged", error.message))
-            return None
 
     def _ask_sglang(self) -> dict[str, t.Any] | None:
         """The installed SGLang's own opinion; not asked about what is wrong on paper already."""
@@ -254,7 +247,7 @@ class Planner:
         params["ports"] = teardown_ports(self.prepared, self.record)
         try:
             options = PlanOptions.from_params(params)
-            plan = make_plan(self.survey, options, gather(self.survey, options))
+            plan = make_plan(self.survey, options, gather(self.survey, options, fs=self.fs))
         except CleanslateError as error:
             self.blocked.append(
                 Finding("teardown", error.message, "gpu_teardown_" + str(error.details.get("option", "")))
