@@ -12,8 +12,8 @@ from . import machine
 from .fleet import Guest
 from .place import LabError, Place, run
 
-# Runs on the hypervisor, in the guest's mount namespace. Each path gets an overlay whose upper layer is a full tmpfs:
-# what was there stays readable, and there is no room for more.
+# Runs in the guest. Each path gets an overlay whose upper layer is a full tmpfs: what was there stays readable, and
+# there is no room for more.
 FILL = """
 set -e
 full=/run/lab-full
@@ -30,7 +30,7 @@ cat /dev/zero > $full/filler 2>/dev/null || true
 """
 EMPTY = """
 for path in $(awk '$1 == "lab-full" && $3 == "overlay" {print $2}' /proc/mounts); do umount -l "$path"; done
-while mountpoint -q /run/lab-full; do umount -l /run/lab-full; done
+umount -l /run/lab-full
 """
 FULL_PATHS = ("/tmp", "/var/lib", "/root")
 
@@ -66,9 +66,8 @@ class Target:
         argv = ["lxc-attach", "-P", "/mnt", "-n", self.host.name, "--clear-env", "--", "bash", "-c", line]
         return self.place.run_inside(argv).stdout
 
-    def in_guest_mounts(self, script: str, *words: str) -> str:
-        pid = f"$(lxc-info -n {self.guest.vmid} -p -H)"
-        return self.on_hypervisor(f"nsenter -t {pid} -m -- {shlex.join(['sh', '-c', script, 'lab', *words])}")
+    def in_guest(self, script: str, *words: str) -> str:
+        return self.on_hypervisor(f"pct exec {self.guest.vmid} -- {shlex.join(['sh', '-c', script, 'lab', *words])}")
 
 
 def network(state: str) -> Callable[[Target], None]:
@@ -92,11 +91,11 @@ def pct(verb: str) -> Callable[[Target], None]:
 
 
 def disk_full(target: Target) -> None:
-    target.in_guest_mounts(FILL, *FULL_PATHS)
+    target.in_guest(FILL, *FULL_PATHS)
 
 
 def disk_heal(target: Target) -> None:
-    target.in_guest_mounts(EMPTY)
+    target.in_guest(EMPTY)
 
 
 def hypervisor_down(target: Target) -> None:

@@ -45,7 +45,7 @@ TOKENIZER_CONFIG = {
 
 
 def make_tokenizer() -> Tokenizer:
-    """Merges learned from the names in Python's own library: text that is there, and words to make numbers up to 1024."""
+    """Byte pairs learned from a few files of Python's own library, until the vocabulary is full."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
