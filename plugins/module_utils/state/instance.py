@@ -76,7 +76,7 @@ def belongs(process: Process, record: InstanceRecord, boot_id: str = "") -> bool
     own = record.cgroup.rstrip("/")
     if is_own_cgroup(own) and (process.cgroup == own or process.cgroup.startswith(own + "/")):
         return True
-    return _in_group(process, record, boot_id) or marked(process) == record.name
+    return _in_group(process, record, boot_id) or (record.name != "" and marked(process) == record.name)
 
 
 def members(processes: t.Iterable[Process], record: InstanceRecord, boot_id: str = "") -> list[Process]:

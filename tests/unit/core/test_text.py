@@ -9,6 +9,9 @@ import json
 import time
 
 import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
 from ansible_collections.cleanslate.inference.plugins.module_utils.common.errors import CleanslateError
 from ansible_collections.cleanslate.inference.plugins.module_utils.common.text import (
     HIDDEN,
@@ -20,8 +23,6 @@ from ansible_collections.cleanslate.inference.plugins.module_utils.common.text i
     redact_value,
     show,
 )
-from hypothesis import assume, example, given
-from hypothesis import strategies as st
 
 # What a process may call itself: any bytes, as /proc gives them.
 hostile = st.binary(max_size=60).map(lambda raw: raw.decode("utf-8", "surrogateescape")) | st.text(max_size=60)
