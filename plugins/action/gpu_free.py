@@ -12,6 +12,13 @@ from ansible_collections.cleanslate.inference.plugins.plugin_utils.tables import
 
 
 class ActionModule(ShownAction):
+    bulky = ("details", "holders", "benign_holders", "neighbours", "nvml_processes", "scan", "polls")
+
+    def slim(self, result: dict[str, t.Any]) -> None:
+        result["gpus"] = [
+            {key: gpu.get(key) for key in ("index", "verdict", "reasons")} for gpu in result.get("gpus") or []
+        ]
+
     def lines(self, result: dict[str, t.Any]) -> list[str]:
         verdict = result.get("predicted_verdict") or result.get("verdict")
         if not verdict:

@@ -12,6 +12,8 @@ from ansible_collections.cleanslate.inference.plugins.plugin_utils.tables import
 
 
 class ActionModule(ShownAction):
+    bulky = ("spared",)
+
     def lines(self, result: dict[str, t.Any]) -> list[str]:
         verb = "would end" if self._task.check_mode else "ended"
         rows = process_rows(result.get("killed") or [], verb)

@@ -48,11 +48,12 @@ class ActionModule(ActionBase):
         if path:
             self._write(path, arguments["title"], rows, check, {host: hostvars[host] for host in hosts})
         self._show(arguments["title"], rows, check, path)
-        result.update(changed=False, ok=not bad and bool(rows), rows=rows, path=path)
-        if not result["ok"]:
-            result.update(failed=True, msg=_verdict(rows, bad))
+        result.update(changed=False, ok=not bad and bool(rows), path=path, msg=_verdict(rows, bad))
+        if result["ok"]:
+            result["rows"] = rows
         else:
-            result["msg"] = _verdict(rows, bad)
+            # The rows were shown as a table already; Ansible would print them again with the failure.
+            result["failed"] = True
         return result
 
     def _show(self, title: str, rows: list[dict[str, t.Any]], check: bool, path: str) -> None:

@@ -12,6 +12,21 @@ from ansible_collections.cleanslate.inference.plugins.plugin_utils.tables import
 
 
 class ActionModule(ShownAction):
+    bulky = (
+        "argv",
+        "environment",
+        "nccl",
+        "resolved",
+        "teardown",
+        "changes",
+        "devices",
+        "ports",
+        "reasons",
+        "gpus",
+        "notes",
+        "python",
+    )
+
     def lines(self, result: dict[str, t.Any]) -> list[str]:
         teardown = result.get("teardown") or {}
         rows = process_rows(teardown.get("targets") or [], "end") + process_rows(teardown.get("spared") or [], "spare")

@@ -50,10 +50,12 @@ ok:
   type: bool
   returned: always
 rows:
-  description: One entry a node, with host, instance, outcome, step, reason, gpus, ended, stopped_units, seconds, ok.
+  description:
+    - One entry a node, with host, instance, outcome, step, reason, gpus, ended, stopped_units, seconds, ok.
+    - The report's file has them in any case.
   type: list
   elements: dict
-  returned: always
+  returned: success
 path:
   description: The report's file, empty when none was written.
   type: str

@@ -74,6 +74,8 @@ def _outcome(done: t.Mapping[str, t.Mapping[str, t.Any]], failure: t.Any, check:
     for step, result in done.items():
         if result.get("failed"):
             blocked = step == "plan" and result.get("verdict") == "blocked"
+            if blocked and result.get("blocked"):
+                return "blocked", step, "; ".join(_reason(finding) for finding in result["blocked"])
             return "blocked" if blocked else "failed", step, str(result.get("msg") or "no reason given")
     if isinstance(failure, t.Mapping):
         if failure.get("unreachable"):

@@ -30,8 +30,14 @@ def say(host: str, lines: t.Iterable[str]) -> None:
 class ShownAction(ActionBase):
     """Runs the module of the same name; subclasses say which lines a person should see."""
 
+    #: Parts of a failed result that were shown already and would fill the screen; -v keeps them.
+    bulky: tuple[str, ...] = ()
+
     def lines(self, result: dict[str, t.Any]) -> list[str]:
         raise NotImplementedError
+
+    def slim(self, result: dict[str, t.Any]) -> None:
+        """Cut down what remains of a failed result."""
 
     def run(self, tmp: t.Any = None, task_vars: dict[str, t.Any] | None = None) -> dict[str, t.Any]:
         task_vars = task_vars or {}
@@ -39,4 +45,8 @@ class ShownAction(ActionBase):
         result.update(self._execute_module(task_vars=task_vars))
         if progress_wanted(task_vars) and not result.get("unreachable") and not result.get("skipped"):
             say(task_vars.get("inventory_hostname", "?"), self.lines(result))
+        if result.get("failed") and display.verbosity == 0:
+            for key in self.bulky:
+                result.pop(key, None)
+            self.slim(result)
         return result

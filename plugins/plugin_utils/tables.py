@@ -13,6 +13,7 @@ import typing as t
 from ansible_collections.cleanslate.inference.plugins.module_utils.common.text import show
 
 MIN_LAST_COLUMN = 24
+COMMAND_WIDTH = 44
 
 
 def table(headers: t.Sequence[str], rows: t.Iterable[t.Sequence[t.Any]], width: int | None = None) -> list[str]:
@@ -52,13 +53,21 @@ def process_rows(rows: t.Iterable[dict[str, t.Any]], action: str | None = None) 
                 action or str(row.get("decision") or ""),
                 str(row.get("pid", "")),
                 str(row.get("user") or ""),
-                str(row.get("comm") or ""),
-                short_devices(row.get("devices") or []),
+                short_command(row),
+                ",".join(_ranges(row["gpus"])) if "gpus" in row else short_devices(row.get("devices") or []),
                 str(where),
-                str(row.get("reason") or ""),
+                ": ".join(str(text) for text in (row.get("reason"), row.get("detail")) if text),
             ]
         )
     return out
+
+
+def short_command(row: dict[str, t.Any]) -> str:
+    """The command line without the folders of its program, cut; the bare name where there is none."""
+    line = str(row.get("cmdline") or row.get("comm") or "")
+    program, space, rest = line.partition(" ")
+    line = program.rsplit("/", 1)[-1] + space + rest
+    return line if len(line) <= COMMAND_WIDTH else line[: COMMAND_WIDTH - 1] + "…"
 
 
 PROCESS_HEADERS = ("", "pid", "user", "process", "GPUs", "in", "why")

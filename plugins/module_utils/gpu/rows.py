@@ -38,6 +38,7 @@ def row(
         "comm": show(process.comm),
         "cmdline": command_line(process.argv),
         "devices": [show(device) for device in devices],
+        "gpus": used_gpus(survey, process.pid) if survey else [],
         "unit": owner.unit,
         "container": owner.container,
         "guest_pid": owner.guest_pid,
@@ -48,9 +49,14 @@ def row(
     }
 
 
+def used_gpus(survey: Survey, pid: int) -> list[int]:
+    """NVML indices of the GPUs that it uses, or may use for all that is known: a node that is only open is no use."""
+    return sorted({h.gpu.index for h in survey.of_process(pid) if h.gpu is not None and h.kind != NEIGHBOUR})
+
+
 def describe(process: Process) -> str:
     """A process in a sentence: C(PID 471 (sglang::scheduler_TP0))."""
-    return "PID %d (%s)" % (process.pid, show(process.title or process.comm)[:60])
+    return "PID %d (%s)" % (process.pid, command_line(process.argv, limit=60) or show(process.comm))
 
 
 def holder_rows(

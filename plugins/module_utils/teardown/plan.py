@@ -20,8 +20,8 @@ from ..gpu.survey import Survey
 from ..net.ports import PortState, look_at_ports
 from ..proc.attribution import Attribution
 from ..proc.identity import Identity
-from ..proc.table import Process, ProcFS, ancestors, descendants
-from ..state.instance import MARK, unrecorded_members
+from ..proc.table import Hidden, Process, ProcFS, ancestors, descendants
+from ..state.instance import marked, unrecorded_members
 from ..state.record import check_name
 from .match import DEFAULT_MATCH, Pattern, first_match, parse_match
 from .units import Systemd, UnitKey, UnitState, check_unit, may_stop
@@ -204,8 +204,8 @@ class _Planner:
         """The instance that a process belongs to; a named one also by its mark alone, when its record is lost."""
         if process.pid not in self._instances:
             name = self.survey.instance_of(process)
-            if name is None and self.options.instances and process.environ:
-                mark = process.environ.get(MARK)
+            if name is None and self.options.instances:
+                mark = marked(process)
                 name = mark if mark in self.options.instances else None
             self._instances[process.pid] = name
         return self._instances[process.pid]
@@ -307,8 +307,8 @@ class _Planner:
             record = next((record for record in self.survey.records if record.name == name), None)
             key = UnitKey(record.unit) if record is not None and record.unit else None
             state = self.extras.units.get(key) if key is not None else None
-            if record is None and not members:
-                known = ", ".join(sorted(record.name for record in self.survey.records)) or "none"
+            if record is None and not members and self.survey.records:
+                known = ", ".join(sorted(record.name for record in self.survey.records))
                 self.warnings.append("Instance %s is not known on this node (known: %s)." % (name, known))
             if members and self.outside(members, "instance " + name):
                 continue
@@ -457,10 +457,7 @@ class _Planner:
             and (item.reason != "listener" or first_match(self.options.match, item.process) is not None)
         }
         found = {process.pgrp for process in unrecorded_members(self.table.values(), seeds)}
-        for group in self.memory.groups:
-            leader = self.table.get(group)
-            if leader is None or Identity(leader.pid, leader.start_time) in self.memory.reasons:
-                found.add(group)
+        found.update(group for group in self.memory.groups if self._still_ours(group))
         apart = self.kept_apart()
         for group in sorted(found):
             members = [process for process in self.table.values() if process.pgrp == group]
@@ -470,6 +467,17 @@ class _Planner:
             for process in members:
                 if process.pid not in apart:
                     self.take(process, "group", "process group %d of a target" % group)
+
+    def _still_ours(self, group: int) -> bool:
+        """Whether a process group of an earlier look is still led by nobody, or by the one that led it then."""
+        member = next((process for process in self.table.values() if process.pgrp == group), None)
+        if member is None:
+            return False
+        try:
+            leader = member.group_leader()
+        except Hidden:
+            return False
+        return leader is None or leader.zombie or Identity(leader.pid, leader.start_time) in self.memory.reasons
 
     def _services(self) -> None:
         for pid in list(self.targets):
@@ -549,7 +557,7 @@ class _Planner:
             units=units,
             ports=list(self.extras.ports),
             warnings=list(dict.fromkeys(self.warnings)),
-            blocked=self.blocked,
+            blocked=list(dict.fromkeys(self.blocked)),
             groups=self.groups,
             unit_states=self.extras.units,
         )

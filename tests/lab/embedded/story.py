@@ -101,12 +101,12 @@ def acts() -> None:
 
 def crash() -> tuple[int, list[int]]:
     """The earlier life and its end. Returns the pids of the neighbour and of what the server left."""
-    crash_py = str(Path(__file__).with_name("crash.py"))
     environment = dict(os.environ, **node.environment(), SPT_NOENV="1")
     parts = {}
     for part, gpus in (("neighbour", "7"), ("server", "0,1,2,3")):
         process = subprocess.Popen(
-            [node.python(), crash_py, part, str(node.PORT)],
+            [node.python(), "crash.py", part, str(node.PORT)],
+            cwd=Path(__file__).parent,
             env=dict(environment, CUDA_VISIBLE_DEVICES=gpus),
             stdout=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
@@ -133,6 +133,8 @@ def play(playbook: str, *more: str, succeeds: bool) -> dict:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ANSIBLE_")}
     environment.update(
         ANSIBLE_CONFIG=str(node.ROOT / "ansible.cfg"),
+        # Only what changes, fails or has something to say.
+        ANSIBLE_DISPLAY_OK_HOSTS="false",
         ANSIBLE_DISPLAY_SKIPPED_HOSTS="false",
         ANSIBLE_LOCAL_TEMP=str(node.HOME / "ansible"),
         ANSIBLE_REMOTE_TEMP=str(node.HOME / "ansible"),
