@@ -47,6 +47,12 @@ class Handle:
             self.fd = -1
 
 
+def _hidden(pid: int) -> CleanslateError:
+    return CleanslateError(
+        "Process %d is hidden from this user (hidepid). Run the play with become: true." % pid, pid=pid
+    )
+
+
 class Kernel:
     """The calls that change or watch processes: the one seam that tests replace."""
 
@@ -73,6 +79,9 @@ class Kernel:
         try:
             if self.look(identity) is not None:
                 return handle
+            # hidepid=2 denies that it exists, but its pidfd says that it lives.
+            if not self.present(identity.pid) and not self.wait([handle], 0):
+                raise _hidden(identity.pid)
         except BaseException:
             handle.close()
             raise
@@ -110,10 +119,7 @@ class Kernel:
         try:
             process = self.fs.process(identity.pid)
         except Hidden:
-            raise CleanslateError(
-                "Process %d is hidden from this user (hidepid). Run the play with become: true." % identity.pid,
-                pid=identity.pid,
-            ) from None
+            raise _hidden(identity.pid) from None
         except Vanished:
             return None
         return process if process.start_time == identity.start_time else None

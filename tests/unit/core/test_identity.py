@@ -195,6 +195,17 @@ def test_a_hidden_process_is_not_reported_as_gone(children: Children) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_process_whose_existence_is_denied_is_not_reported_as_gone(tree: Tree, children: Children) -> None:
+    child = children.ready(WAIT)
+    kernel = Kernel(tree.fs)  # shows nothing, as /proc with hidepid=2
+    identity = identity_of(child.pid)
+    with pytest.raises(CleanslateError, match="hidden"):
+        kernel.open(identity)
+    child.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert kernel.open(identity) is None
+
+
 def test_a_fixture_tree_gives_no_handle_of_a_real_process(tree: Tree, children: Children) -> None:
     child = children.ready(WAIT)
     tree.add(child.pid, start_time=1)
