@@ -14,6 +14,31 @@ from .place import CHECKOUT, Place, quoted
 FOLDER = CHECKOUT / "inventories" / "lab"
 HEAD = "# Written by `tests/lab/lab inventory` for the fleet that is up; its ssh enters the lab's network by itself.\n"
 
+# A server for each guest: the stand-in, or the real SGLang where a guest has it, under the same path.
+SERVER = {
+    "sglang_server_name": "main",
+    "sglang_server_python": "/opt/sglang/bin/python",
+    "sglang_server_model_path": "/opt/sglang/models/tiny",
+    "sglang_server_gpus": "{{ range(lab_gpus | length) | list }}",  # as NVML counts them in the guest
+    "sglang_server_tp_size": "{{ lab_gpus | length }}",
+    "sglang_server_args": {"load_format": "dummy"},
+    "sglang_server_nccl": {"ALGO": "allreduce:ring", "BUFFSIZE": 8388608},
+}
+# What the real one needs to run on a CPU with random weights, on one GPU's node.
+REAL_SERVER = {
+    "sglang_server_gpus": [0],
+    "sglang_server_tp_size": 1,
+    "sglang_server_mem_fraction_static": 0.3,
+    "sglang_server_args": {
+        "device": "cpu",
+        "load_format": "dummy",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "max_total_tokens": 4096,
+        "max_running_requests": 8,
+    },
+}
+
 
 def inventory(place: Place, fleet: list[Hypervisor]) -> dict:
     """Groups `hypervisors`, `gpu_nodes` (guests that run), and one for each kind: `lab_privileged`, `lab_stopped`, …"""
@@ -21,7 +46,7 @@ def inventory(place: Place, fleet: list[Hypervisor]) -> dict:
     groups: dict[str, dict] = {
         "hypervisors": {"hosts": {host.name: {"ansible_host": host.address} for host in fleet}},
         "guests": {"vars": {"ansible_connection": "cleanslate.inference.pct"}, "hosts": {}},
-        "gpu_nodes": {"hosts": {}},
+        "gpu_nodes": {"vars": SERVER, "hosts": {}},
     }
     for host in fleet:
         for guest in host.guests:
@@ -37,7 +62,7 @@ def inventory(place: Place, fleet: list[Hypervisor]) -> dict:
             if guest.starts:
                 groups["gpu_nodes"]["hosts"][guest.name] = {}
             if guest.sglang:
-                groups.setdefault("lab_sglang", {"hosts": {}})["hosts"][guest.name] = {}
+                groups.setdefault("lab_sglang", {"vars": REAL_SERVER, "hosts": {}})["hosts"][guest.name] = {}
     shared = {
         "ansible_user": "root",
         "ansible_ssh_private_key_file": str(place.key),

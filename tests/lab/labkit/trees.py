@@ -88,6 +88,7 @@ def bake(place: Place) -> None:
     for unit in ("lab-host.service", "lab-guests.service"):
         install(HERE / "hypervisor" / unit, tree / "etc/systemd/system" / unit)
         link(tree / "etc/systemd/system/multi-user.target.wants" / unit, f"../{unit}")
+    install_standin(tree)
     library = build_nvml(place)
     for base in bases(place):
         install(HERE / "hypervisor/journald.conf", base / "etc/systemd/journald.conf.d/lab.conf")
@@ -95,6 +96,26 @@ def bake(place: Place) -> None:
         link(base / "etc/systemd/system/multi-user.target.wants/lab-ready.service", "../lab-ready.service")
         if library:
             install(library, base / LIBRARY_FOLDER / "libnvidia-ml.so.1", 0o755)
+
+
+def install_standin(tree: Path) -> None:
+    """The stand-in sglang, where guests with the real one have that: /opt/sglang/bin/python, and a model."""
+    source, target = HERE / "standin", tree / "opt/sglang"
+    if target.exists():
+        remove_tree(target)
+    if not source.is_dir():
+        return
+    version = max((tree / "usr/lib").glob("python3.*")).name
+    packages = target / "lib" / version / "site-packages"
+    shutil.copytree(source / "sglang", packages / "sglang", ignore=shutil.ignore_patterns("__pycache__"))
+    (target / "bin").mkdir()
+    for name in ("python", "python3"):
+        link(target / "bin" / name, "/usr/bin/python3")
+    settings = "home = /usr/bin\ninclude-system-site-packages = true\n"  # setproctitle is the system's
+    (target / "pyvenv.cfg").write_text(settings, encoding="ascii")
+    model = target / "models/tiny/config.json"
+    model.parent.mkdir(parents=True)
+    model.write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}\n', encoding="ascii")
 
 
 def bases(place: Place) -> list[Path]:
