@@ -30,8 +30,9 @@ _COUNTERS = re.compile(
     r"^sglang:(?:prompt_tokens_total|generation_tokens_total|num_decode_steps_total|realtime_tokens_total)(?:\{[^}]*\})?\s+(\S+)",
     re.MULTILINE,
 )
-_RUNNING = re.compile(r"^sglang:num_running_reqs(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
-_LOADS = ("num_running_reqs", "num_total_running_reqs", "num_reqs")
+_RUNNING = re.compile(r"^sglang:num_(?:running|queue)_reqs(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
+#: Requests that run or wait, by the names that /v1/loads (since 0.5.8) and /get_load (before) give them.
+_LOADS = ("num_running_reqs", "num_waiting_reqs", "num_reqs")
 
 
 class Finding(t.NamedTuple):
@@ -74,9 +75,9 @@ def _number(text: str) -> float:
 
 def _running(body: t.Any) -> int | None:
     if isinstance(body, dict):
-        for key in _LOADS:
-            if isinstance(body.get(key), int):
-                return int(body[key])
+        counts = [int(body[key]) for key in _LOADS if isinstance(body.get(key), int)]
+        if counts:
+            return sum(counts[:2])
         body = body.get("loads") or body.get("aggregate")
         if isinstance(body, dict):
             return _running(body)
@@ -104,9 +105,9 @@ def look(
         thread.start()
         return thread
 
+    # Before our own question, so that only those of others count.
+    first = sample(client)
     worker = launch()
-    first: Sample | None = None
-    last = Sample(None, None, False)
     occupied = ""
     while True:
         worker.join(min(LOOK, max(0.01, window.left)))
@@ -126,9 +127,7 @@ def look(
                 clock.pause(LOOK)
                 worker = launch()
         last = sample(client)
-        if first is None:
-            first = last
-        elif last.tokens is not None and first.tokens is not None and last.tokens > first.tokens:
+        if last.tokens is not None and first.tokens is not None and last.tokens > first.tokens:
             return Finding(ADVANCES, "it is busy: tokens advance")
         if window.over:
             break
@@ -136,8 +135,9 @@ def look(
         return Finding(DOUBT, "no generation in %.0f s, but it is paused or not up" % stall_timeout)
     if occupied:
         return Finding(DOUBT, "no generation in %.0f s, but it is loading or compiling" % stall_timeout)
-    if not last.running:
-        said = "says nothing about running requests" if last.running is None else "says that no request is running"
+    if not last.running or not first.running:
+        silent = last.running is None or first.running is None
+        said = "says nothing about running requests" if silent else "had no other request to work on"
         return Finding(DOUBT, "no generation in %.0f s, but it %s" % (stall_timeout, said))
     return Finding(
         WEDGED,

@@ -8,23 +8,16 @@ whoever asks it, for ever and unkillably."""
 from __future__ import annotations
 
 import json
-import os
-import select
-import signal
+import subprocess
+import sys
 import typing as t
 
+from ..common.text import show
 from .findings import Finding, variable
+from .sources import source_of
 
 #: Seconds for one model.
 TIMEOUT = 15.0
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".pth")
-
-
-class Model(t.NamedTuple):
-    """What a look found. C(config): the model's own configuration, empty when it has none."""
-
-    missing: list[str]
-    config: dict[str, t.Any]
 
 
 def is_local(path: str) -> bool:
@@ -32,70 +25,27 @@ def is_local(path: str) -> bool:
     return path.startswith(("/", "./", "../", "~"))
 
 
-def within(seconds: float, work: t.Callable[[], t.Any]) -> t.Any:
-    """The JSON-able result of C(work), done in a child. Raises TimeoutError; the child is then left to the kernel."""
-    read_end, write_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.close(read_end)
-            with os.fdopen(write_end, "w") as out:
-                out.write(json.dumps(work()))
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(write_end)
-    poller = select.poll()
-    poller.register(read_end, select.POLLIN | select.POLLHUP)
-    with os.fdopen(read_end, "rb") as answer:
-        if not poller.poll(seconds * 1000):
-            os.kill(pid, signal.SIGKILL)
-            # A child in an uninterruptible wait cannot be reaped now; it must not hold this process either.
-            os.waitpid(pid, os.WNOHANG)
-            raise TimeoutError
-        raw = answer.read()
-    os.waitpid(pid, 0)
-    return json.loads(raw.decode("utf-8")) if raw else None
-
-
-def look(path: str, weights: bool = True) -> Model:
-    """Look at one model folder or file, and at every shard that its index names."""
-    path = os.path.expanduser(path)
-    if not os.path.exists(path):
-        return Model([path], {})
-    if not os.path.isdir(path):
-        return Model([], {})
-    missing: list[str] = []
-    config: dict[str, t.Any] = {}
+def look(path: str, weights: bool, timeout: float) -> dict[str, t.Any] | None:
+    """One look by a child (model_look.py); None when it failed. Raises TimeoutError, and leaves the child behind."""
+    child = subprocess.Popen(
+        [sys.executable, "-I", "-c", source_of("model_look"), path, "yes" if weights else "no"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+    )
     try:
-        with open(os.path.join(path, "config.json"), encoding="utf-8") as handle:
-            read = json.load(handle)
-            config = read if isinstance(read, dict) else {}
-    except FileNotFoundError:
-        missing.append(os.path.join(path, "config.json"))
-    except (OSError, ValueError):
-        missing.append(os.path.join(path, "config.json") + " (cannot be read)")
-    names = os.listdir(path)
-    indexes = [name for name in names if name.endswith(".safetensors.index.json")]
-    if not weights:
-        return Model(missing, config)
-    for name in indexes:
-        try:
-            with open(os.path.join(path, name), encoding="utf-8") as handle:
-                shards = sorted(set(json.load(handle)["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            missing.append(os.path.join(path, name) + " (cannot be read)")
-            continue
-        for shard in shards:
-            full = os.path.join(path, str(shard))
-            if not os.path.exists(full):
-                missing.append(full)
-            elif os.path.getsize(full) == 0:
-                missing.append(full + " (is empty)")
-    if not indexes and not any(name.endswith(_WEIGHTS) for name in names):
-        missing.append(os.path.join(path, "*.safetensors"))
-    return Model(missing, config)
+        out, _err = child.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        # One in an uninterruptible wait cannot be reaped now; it must not hold this process either.
+        child.kill()
+        child.poll()
+        raise TimeoutError from None
+    try:
+        found = json.loads(out.decode("utf-8"))
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def check(
@@ -106,7 +56,7 @@ def check(
         return [], {}
     where = variable(what)
     try:
-        found = within(timeout, lambda: look(path, weights)._asdict())
+        found = look(path, weights, timeout)
     except TimeoutError:
         msg = "%s: %s did not answer within %.0f s. Is its file server reachable?" % (where, path, timeout)
         return [Finding("path_hangs", msg, where)], {}
@@ -115,7 +65,9 @@ def check(
     missing = found["missing"]
     if not missing:
         return [], found["config"]
-    shown = ", ".join(missing[:5]) + (" and %d more" % (len(missing) - 5) if len(missing) > 5 else "")
+    shown = ", ".join(show(item) for item in missing[:5]) + (
+        " and %d more" % (len(missing) - 5) if len(missing) > 5 else ""
+    )
     return [Finding("missing_path", "%s: missing on this node: %s." % (where, shown), where)], found["config"]
 
 

@@ -30,6 +30,7 @@ from .declaration import Declaration
 from .findings import Finding, variable
 from .http import Client
 from .launch import salt_of, shown_nccl
+from .logs import exit_text
 from .paths import cache_dir
 from .prepare import Prepared, prepare
 from .roles import schedulers
@@ -371,9 +372,9 @@ class Planner:
         runtime = Runtime(record, self.state_dir, self.fs, self.systemd, self.clock)
         workers = schedulers(self.members)
         if not self.members:
-            out.append(reason("dead", "it does not run"))
+            out.append(reason("dead", "it does not run%s" % self._how_it_ended(runtime)))
         elif not runtime.main_alive() and record.backend == "process":
-            out.append(reason("dead", "its main process is gone"))
+            out.append(reason("dead", "its main process is gone%s" % self._how_it_ended(runtime)))
         elif len(workers) < runtime.schedulers:
             out.append(reason("worker_dead", "%d of %d workers run" % (len(workers), runtime.schedulers)))
         elif not record.ready_at:
@@ -394,6 +395,14 @@ class Planner:
         if found.state in (activity.SERVES, activity.ADVANCES):
             return [reason(found.state, found.why)], CONVERGED
         return [reason(found.state, show(found.why))], RESET if found.state == activity.WEDGED else UNKNOWN
+
+    @staticmethod
+    def _how_it_ended(runtime: Runtime) -> str:
+        try:
+            text = exit_text(runtime.ending().code)
+        except CleanslateError:
+            return ""
+        return " (%s)" % text if text else ""
 
 
 def port_of(argv: t.Sequence[str]) -> int | None:

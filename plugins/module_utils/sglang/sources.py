@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import typing as t
 
-from . import probe, supervise
+from . import model_look, probe, supervise
 
-_PROGRAMS: dict[str, t.Any] = {"probe": probe, "supervise": supervise}
+_PROGRAMS: dict[str, t.Any] = {"model_look": model_look, "probe": probe, "supervise": supervise}
 
 
 def source_of(name: str) -> str:
-    """The text of C(probe) or C(supervise)."""
+    """The text of C(model_look), C(probe) or C(supervise)."""
     module = _PROGRAMS[name]
     return str(module.__spec__.loader.get_source(module.__name__))

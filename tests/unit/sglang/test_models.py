@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import signal
 
 import pytest
 
@@ -78,8 +77,8 @@ def test_names_of_repositories_are_not_looked_for(name):
 
 
 def test_a_disk_that_does_not_answer_is_said_to_hang(monkeypatch, tmp_path):
-    monkeypatch.setattr(models, "look", lambda path, weights: signal.pause())
-    ((finding,), _config) = models.check(str(tmp_path), "model_path", timeout=0.2)
+    monkeypatch.setattr(models, "source_of", lambda name: "import signal; signal.pause()")
+    ((finding,), _config) = models.check(str(tmp_path), "model_path", timeout=0.3)
     assert finding.code == "path_hangs"
 
 
