@@ -194,7 +194,11 @@ def main() -> NoReturn:
     try:
         result = tear_down(module.params, module.check_mode)
     except CleanslateError as error:
+        for warning in error.details.pop("warnings", ()):
+            module.warn(warning)
         module.fail_json(msg=error.message, **error.details)
+    for warning in result.pop("warnings"):
+        module.warn(warning)
     module.exit_json(**result)
 
 

@@ -145,7 +145,11 @@ def main() -> NoReturn:
     try:
         result = sweep_residue(module.params, module.check_mode)
     except CleanslateError as error:
+        for warning in error.details.pop("warnings", ()):
+            module.warn(warning)
         module.fail_json(msg=error.message, **error.details)
+    for warning in result.pop("warnings"):
+        module.warn(warning)
     module.exit_json(**result)
 
 
