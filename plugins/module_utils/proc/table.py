@@ -363,5 +363,6 @@ def descendants(table: t.Mapping[int, Process], roots: t.Iterable[int]) -> set[i
 
 
 def unescape_mount(text: str) -> str:
-    """Undo the octal escapes that C(maps) and C(mountinfo) write for space, tab, newline and backslash."""
+    """Undo the octal escapes that C(mountinfo) writes for space, tab, newline and backslash (C(maps) does so for the
+    newline alone)."""
     return re.sub(r"\\([0-7]{3})", lambda m: chr(int(m.group(1), 8)), text)
