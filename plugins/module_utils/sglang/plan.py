@@ -370,10 +370,12 @@ class Planner:
             keys = ", ".join(str(change["key"]) for change in changes[:6])
             out.append(reason("changed", "changed: %s%s" % (keys, ", …" if len(changes) > 6 else "")))
         runtime = Runtime(record, self.state_dir, self.fs, self.systemd, self.clock)
+        if self.members and runtime.follow_restart():
+            self.notes.append("systemd has restarted it since its launch (main process %d)." % record.pid)
         workers = schedulers(self.members)
         if not self.members:
             out.append(reason("dead", "it does not run%s" % self._how_it_ended(runtime)))
-        elif not runtime.main_alive() and record.backend == "process":
+        elif not runtime.main_alive():
             out.append(reason("dead", "its main process is gone%s" % self._how_it_ended(runtime)))
         elif len(workers) < runtime.schedulers:
             out.append(reason("worker_dead", "%d of %d workers run" % (len(workers), runtime.schedulers)))

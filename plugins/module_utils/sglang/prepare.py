@@ -96,7 +96,7 @@ def prepare(declaration: Declaration, state_dir: str, survey: Survey) -> Prepare
         out.identity = resolver.find(declaration.python, search, search.get("PATH", PATH) + ":" + PATH)
     except CleanslateError as error:
         out.findings.append(Finding("python", error.message, variable("python")))
-    if out.identity is not None and out.account is not None and out.gpus:
+    if out.identity is not None and out.account is not None and out.gpus and all(out.uuids):
         out.command = build(declaration, out.identity.python, out.uuids, checked.nccl.values, out.where.config)
     return out
 
@@ -124,9 +124,9 @@ def choose_gpus(declaration: Declaration, survey: Survey, findings: list[Finding
         findings.append(
             Finding("gpu_unknown", "%s: this node shows no GPU in %s." % (where, survey.options.dev_dir), where)
         )
-    if chosen and not all(gpu.uuid for gpu in chosen):
-        why = survey.nvml.message or "the driver does not name them"
-        findings.append(Finding("gpu_unidentified", "The GPUs' UUIDs are not known: %s" % why, where))
+    if survey.nvml.ok and chosen and not all(gpu.uuid for gpu in chosen):
+        # Where NVML is blind altogether that is the news, and not an error of the declaration.
+        findings.append(Finding("gpu_unidentified", "%s: the driver gives a GPU no UUID." % where, where))
     needed = declaration.schedulers
     if chosen and len(chosen) < needed:
         findings.append(

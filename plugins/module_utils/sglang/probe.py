@@ -41,7 +41,7 @@ def identity() -> dict[str, t.Any]:
     spec = importlib.util.find_spec("sglang")
     if spec is None or not (spec.origin or spec.submodule_search_locations):
         return {"version": "", "location": ""}
-    origin = spec.origin or list(spec.submodule_search_locations)[0]
+    origin = spec.origin or next(iter(spec.submodule_search_locations or []))
     location = origin if os.path.isdir(origin) else os.path.dirname(origin)
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found = importlib.metadata.distribution("sglang")

@@ -123,6 +123,9 @@ def wait_for_server(params: t.Mapping[str, t.Any], check_mode: bool) -> dict[str
     require_kernel()
     record = load(name, state_dir)
     runtime = Runtime(record, state_dir)
+    if record.ready_at:
+        # One that was ready once and came back by itself; during a first start a restart is a failure.
+        runtime.follow_restart()
     if check_mode and not runtime.main_alive():
         return dict(nothing, state="not_launched", msg="%s does not run yet, so there is nothing to wait for." % name)
     if params["lease"] and not check_mode:
@@ -171,6 +174,7 @@ def _prove(name: str, state_dir: str, timeout: float, check_mode: bool) -> dict[
         return dict(nothing, msg="%s is not launched yet, so there is nothing to prove." % name)
     record = load(name, state_dir)
     runtime = Runtime(record, state_dir)
+    runtime.follow_restart()
     own = runtime.members()
     if check_mode and not (own and record.ready_at):
         return dict(nothing, msg="%s does not run yet, so there is nothing to prove." % name)

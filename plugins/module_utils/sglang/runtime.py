@@ -59,8 +59,26 @@ class Runtime:
 
     @property
     def main(self) -> Identity:
-        """The main process: as recorded, or, with systemd, the unit's own after a restart."""
+        """The main process, as recorded or as follow_restart() found it."""
         return Identity(self.record.pid, self.record.start_time)
+
+    def follow_restart(self) -> bool:
+        """With systemd, take the unit's present main process for the recorded one, which systemd may have replaced.
+        Returns whether it did. In memory only: the record says what was launched."""
+        if self.record.backend != "systemd" or self.main_alive():
+            return False
+        shown = self.systemd.show(self.record.unit, "MainPID", "InvocationID")
+        pid = int(shown.get("MainPID", "0") or 0)
+        if not pid:
+            return False
+        try:
+            process = self.fs.process(pid)
+        except Vanished:
+            return False
+        self.record.pid, self.record.start_time, self.record.pgrp = pid, process.start_time, process.pgrp
+        self.record.boot_id = self.boot_id
+        self.details["invocation"] = shown.get("InvocationID", "")
+        return True
 
     def main_alive(self) -> bool:
         if self.record.boot_id and self.boot_id and self.record.boot_id != self.boot_id:
