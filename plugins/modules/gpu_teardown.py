@@ -44,10 +44,10 @@ options:
     default: []
   match:
     description:
-      - Which programs are meant. Each entry is a dictionary with exactly one of C(module) (a Python interpreter that runs
-        this module), C(script) (one that runs this script), both optionally with C(args) that must follow, C(exe) (the
-        full path of a program that is no interpreter), or C(title) (what the process calls itself, alone or followed by
-        C(_TPn), C(_DPn), C(_PPn), C(_EPn)). A plain string is a title.
+      - Which programs are meant. Each entry is a dictionary with exactly one of C(module) (a Python interpreter that
+        runs this module), C(script) (one that runs this script), both optionally with C(args) that must follow, C(exe)
+        (the full path of a program that is no interpreter), or C(title) (what the process calls itself, alone or
+        followed by C(_TPn), C(_DPn), C(_PPn), C(_EPn)). A plain string is a title.
       - A match that holds none of the GPUs is ended only if it is an ancestor or descendant of a target, or belongs to
         its process group whose leader is dead or a target.
       - Processes of Slurm, Kubernetes and Docker are spared under V(match) and named.
@@ -57,8 +57,8 @@ options:
     default: []
   ports:
     description:
-      - TCP ports that a server wants. Under O(scope=all) an unprotected listener is a target; otherwise only if it matches
-        or belongs to a named instance, and else it is spared as C(port_busy).
+      - TCP ports that a server wants. Under O(scope=all) an unprotected listener is a target; otherwise only if it
+        matches or belongs to a named instance, and else it is spared as C(port_busy).
     type: list
     elements: int
     default: []
@@ -167,6 +167,7 @@ simulated:
 from typing import Any, NoReturn
 
 from ansible.module_utils.basic import AnsibleModule
+
 from ansible_collections.cleanslate.inference.plugins.module_utils.common.errors import CleanslateError
 from ansible_collections.cleanslate.inference.plugins.module_utils.common.spec import (
     LEASE_SPEC,

@@ -12,8 +12,8 @@ version_added: 1.0.0
 author:
   - Contributors to the cleanslate.inference collection (@cleanslate)
 description:
-  - Removes files of SGLang, NCCL, PyTorch, vLLM and CUDA from the shared memory and temporary folders, if their names are
-    on an allow-list and nobody has them open, mapped or locked, and unix sockets on which nobody listens.
+  - Removes files of SGLang, NCCL, PyTorch, vLLM and CUDA from the shared memory and temporary folders, if their names
+    are on an allow-list and nobody has them open, mapped or locked, and unix sockets on which nobody listens.
   - Names prove nothing there, since everybody may write to these folders. Symlinks, files with a second link, files of
     another type and of other owners are kept, and everything is done relative to the opened folder.
   - Works where it runs, in the mount and user namespace of the machine or container that it is called on.
@@ -46,8 +46,8 @@ options:
     default: []
   dev_dir:
     description:
-      - Folder of the device nodes. Outside C(/dev) everything is a simulation, so that processes that may not be looked at
-        do not count, except for the system's own folders.
+      - Folder of the device nodes. Outside C(/dev) everything is a simulation, so that processes that may not be looked
+        at do not count, except for the system's own folders.
     type: path
     default: /dev
   release_lease:
@@ -66,7 +66,8 @@ attributes:
     description: Shows the allow-listed files before and after.
     support: full
 notes:
-  - When any process may not be looked at, nothing is removed, and every file is kept with the reason C(scan_incomplete).
+  - When any process may not be looked at, nothing is removed, and every file is kept with the reason
+    C(scan_incomplete).
   - Run it after M(cleanslate.inference.gpu_free) has proved the GPUs free.
 seealso:
   - module: cleanslate.inference.gpu_teardown
@@ -123,6 +124,7 @@ simulated:
 from typing import Any, NoReturn
 
 from ansible.module_utils.basic import AnsibleModule
+
 from ansible_collections.cleanslate.inference.plugins.module_utils.common.errors import CleanslateError
 from ansible_collections.cleanslate.inference.plugins.module_utils.common.spec import LEASE_SPEC, PATHS_SPEC
 from ansible_collections.cleanslate.inference.plugins.module_utils.residue.run import sweep_residue

@@ -22,7 +22,10 @@ def sweep_residue(
     fs: ProcFS | None = None,
     pids: t.Iterable[int] | None = None,
 ) -> dict[str, t.Any]:
-    """Do what module runtime_residue promises; returns its result. Raises CleanslateError before anything is removed."""
+    """Do what module runtime_residue promises; returns its result.
+
+    Raises CleanslateError before anything is removed.
+    """
     dev_dir = os.path.normpath(params.get("dev_dir") or "/dev")
     simulated = dev_dir != "/dev" and not dev_dir.startswith("/dev/")
     age = params.get("min_age")
@@ -56,9 +59,7 @@ def sweep_residue(
         "diff": {
             "before_header": "files",
             "after_header": "files",
-            "before": "".join(
-                path + "\n" for path in sorted(paths + [entry["path"] for entry in swept.kept])
-            ),
+            "before": "".join(path + "\n" for path in sorted(paths + [entry["path"] for entry in swept.kept])),
             "after": "".join(path + "\n" for path in sorted(entry["path"] for entry in swept.kept)),
         },
     }

@@ -26,7 +26,7 @@ from ..common.errors import CleanslateError
 from ..common.text import show
 from ..proc.attribution import user_name
 from ..proc.scan import Key, ScanResult, Watch, key_of, scan
-from ..proc.table import ProcFS
+from ..proc.table import ProcFS, Vanished
 from .names import LOOKALIKE, SHM, SOCKET, TMP, Kind, kinds_of, pid_in
 
 #: Folders that everybody on the machine shares: there a look at some processes only proves nothing.
@@ -52,7 +52,9 @@ class SweepOptions:
         """Raises CleanslateError naming the option and the mend."""
         for option, path in (("shm_dir", self.shm_dir), ("tmp_dir", self.tmp_dir)):
             if not os.path.isabs(path) or os.path.normpath(path) == "/":
-                raise CleanslateError("%s: %s is no folder to sweep. Write an absolute path." % (option, show(path)))
+                raise CleanslateError(
+                    "%s: %s is no folder to sweep. Write an absolute path." % (option, show(path)), option=option
+                )
         if self.min_age is not None and not 0 <= self.min_age < float("inf"):
             raise CleanslateError("min_age: must be 0 or more seconds.", option="min_age")
         return self
@@ -247,9 +249,12 @@ class _Sweeper:
     def alive(self) -> set[int]:
         """Every pid in use, in this PID namespace and in those below it."""
         if self._alive is None:
+            inner: set[int] = set()
             self._alive = set(self.fs.pids())
-            for process in self.fs.processes().values():
-                self._alive.update(process.nspid)
+            for pid in self._alive if self.pids is None else self.pids:
+                with contextlib.suppress(Vanished):
+                    inner.update(self.fs.process(pid).nspid)
+            self._alive |= inner
         return self._alive
 
     @property
@@ -258,7 +263,7 @@ class _Sweeper:
         if self._bound is None:
             self._bound = set()
             tables: dict[str | None, str] = {None: os.path.join(self.fs.root, "net/unix")}
-            for pid in self.fs.pids():
+            for pid in self.fs.pids() if self.pids is None else self.pids:
                 tables.setdefault(self.fs.link(pid, "ns/net"), self.fs.path(pid, "net/unix"))
             for path in tables.values():
                 try:

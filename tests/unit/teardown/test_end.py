@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
+
 from ansible_collections.cleanslate.inference.plugins.module_utils.common.errors import CleanslateError
 from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.end import Limits
 from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.reader import ReaderGone
@@ -79,7 +81,7 @@ def test_what_never_ends_fails_within_the_time_with_all_that_is_known(scene: Sce
     assert numbers[0] == TERM
     assert set(numbers[1:]) == {KILL}
     kills = [at for at, _pid, number in scene.kernel.sent if number == KILL]
-    pauses = [later - sooner for sooner, later in zip(kills, kills[1:], strict=False)]
+    pauses = [later - sooner for sooner, later in itertools.pairwise(kills)]
     assert kills[0] == 2.0
     assert pauses == [0.5, 1.0, 2.0]
     assert 6.0 <= outcome.elapsed <= 8.0

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
 from ansible_collections.cleanslate.inference.plugins.module_utils.common.errors import CleanslateError
 from ansible_collections.cleanslate.inference.plugins.module_utils.proc.table import Process, ProcFS
 from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.match import (
@@ -17,8 +20,6 @@ from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.matc
     parse_match,
     python_call,
 )
-from hypothesis import given
-from hypothesis import strategies as some
 
 from ..proctree import ProcTree
 
@@ -256,7 +257,9 @@ class Written:
 @given(
     comm=WORDS.map(lambda text: text[:15]),
     argv=some.lists(
-        some.one_of(WORDS, some.sampled_from(["-m", "sglang.launch_server", "-c", "-", "--", "sglang", "serve", "python3"]))
+        some.one_of(
+            WORDS, some.sampled_from(["-m", "sglang.launch_server", "-c", "-", "--", "sglang", "serve", "python3"])
+        )
     ),
     exe=some.one_of(some.none(), WORDS, some.just(PYTHON)),
 )
@@ -270,7 +273,9 @@ def test_no_words_break_it_and_only_whole_names_match(comm: str, argv: list[str]
         assert comm.startswith("sglang") or argv[0].strip().startswith("sglang")
 
 
-@given(entry=some.one_of(WORDS, some.dictionaries(some.sampled_from(["module", "script", "exe", "title", "args"]), WORDS)))
+@given(
+    entry=some.one_of(WORDS, some.dictionaries(some.sampled_from(["module", "script", "exe", "title", "args"]), WORDS))
+)
 def test_every_text_is_a_pattern_or_an_error(entry: Any) -> None:
     try:
         patterns = parse_match([entry])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from ansible_collections.cleanslate.inference.plugins.module_utils.common.errors import CleanslateError
 from ansible_collections.cleanslate.inference.plugins.module_utils.net.ports import Listener, PortState
 from ansible_collections.cleanslate.inference.plugins.module_utils.state.record import InstanceRecord, RecordStore
@@ -29,7 +30,9 @@ def tree(tmp_path: Path, request: pytest.FixtureRequest) -> ProcTree:
     return ProcTree(tmp_path, gpus=4, real=request.param)
 
 
-def server(tree: ProcTree, gpus: Sequence[int] = (0, 1), first: int = 500, group: int | None = None, **extra: Any) -> None:
+def server(
+    tree: ProcTree, gpus: Sequence[int] = (0, 1), first: int = 500, group: int | None = None, **extra: Any
+) -> None:
     """SGLang as it runs: main and detokenizer hold nodes too, all keep the other nodes open without mapping them."""
     devices = ",".join(uuid(number) for number in gpus)
     others = [tree.gpu(number) for number in range(4)]
@@ -47,7 +50,9 @@ def server(tree: ProcTree, gpus: Sequence[int] = (0, 1), first: int = 500, group
             maps=[tree.gpu(gpu)],
             **common,
         )
-    tree.add(first + 8, comm="sglang::detoken", argv=["sglang::detokenizer"], ppid=first, opens=others, maps=mapped, **common)
+    tree.add(
+        first + 8, comm="sglang::detoken", argv=["sglang::detokenizer"], ppid=first, opens=others, maps=mapped, **common
+    )
 
 
 SERVER = {500, 501, 502, 503, 508}
@@ -172,7 +177,8 @@ def test_containers_confine(tree: ProcTree) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("devices", ["9"]), ("devices", ["GPU-nonsense"]), ("containers", ["404"]), ("users", ["nobody-here"])]
+    ("option", "value"),
+    [("devices", ["9"]), ("devices", ["GPU-nonsense"]), ("containers", ["404"]), ("users", ["nobody-here"])],
 )
 def test_a_selector_that_selects_nothing_is_an_error(tree: ProcTree, option: str, value: list[str]) -> None:
     with pytest.raises(CleanslateError) as caught:

@@ -13,9 +13,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ansible_collections.cleanslate.inference.plugins.module_utils.state.record import InstanceRecord, RecordStore
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
+
+from ansible_collections.cleanslate.inference.plugins.module_utils.state.record import InstanceRecord, RecordStore
 
 from ..proctree import ProcTree, uuid
 from .fakes import Scene
@@ -90,7 +91,9 @@ def tables(draw: some.DrawFn) -> dict[int, Drawn]:
 class World:
     """The drawn table as a machine, and what may be said of it."""
 
-    def __init__(self, table: dict[int, Drawn], devices: frozenset[int], own: int | None, named: bool, folder: Path) -> None:
+    def __init__(
+        self, table: dict[int, Drawn], devices: frozenset[int], own: int | None, named: bool, folder: Path
+    ) -> None:
         self.table = table
         self.selected = devices or frozenset(range(GPUS))
         self.named = named
@@ -122,7 +125,9 @@ class World:
             self.own.add(own)
             own = table[own].ppid
         # Parents have smaller numbers than their children.
-        self.scene = Scene(self.tree, devices=[str(number) for number in sorted(devices)], self_pid=max(self.own, default=0))
+        self.scene = Scene(
+            self.tree, devices=[str(number) for number in sorted(devices)], self_pid=max(self.own, default=0)
+        )
         for pid, one in table.items():
             if one.stubborn:
                 self.scene.kernel.behave(pid, KILL=0.1)

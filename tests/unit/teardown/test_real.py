@@ -56,9 +56,7 @@ def test_check_mode_shows_the_same_list_and_signals_nobody(lab: Holders) -> None
 
 
 def test_who_ignores_term_is_killed_after_the_grace(lab: Holders) -> None:
-    stubborn = lab.start(
-        title="sglang::scheduler", maps=[0], extra="signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    )
+    stubborn = lab.start(title="sglang::scheduler", maps=[0], extra="signal.signal(signal.SIGTERM, signal.SIG_IGN)")
     result = lab.tear_down(scope="match", term_timeout=0.5)
     assert stubborn.wait(20) == -signal.SIGKILL
     assert result["killed"][0]["signal"] == "KILL"
