@@ -184,7 +184,7 @@ def do_down(place: Place, options: argparse.Namespace) -> None:
         return
     with place.lock():
         machine.down(place)
-    shutil.rmtree(inventory.FOLDER, ignore_errors=True)
+    shutil.rmtree(inventory.folder(place), ignore_errors=True)
 
 
 def do_clean(place: Place, options: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 # Copyright: Contributors to the cleanslate.inference collection
 # GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""The lab's inventory for Ansible: inventories/lab of the checkout, written anew for each fleet."""
+"""The lab's inventory for Ansible, written anew for each fleet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from .fleet import Hypervisor
 from .place import CHECKOUT, Place, quoted
 
-FOLDER = CHECKOUT / "inventories" / "lab"
 HEAD = "# Written by `tests/lab/lab inventory` for the fleet that is up; its ssh enters the lab's network by itself.\n"
 
 # A server for each guest: the stand-in, or the real SGLang where a guest has it, under the same path.
@@ -78,9 +77,15 @@ def shell_quoted(options: str) -> str:
     return options.replace('="', "='\"").replace('" ', "\"' ")
 
 
-def write(place: Place, fleet: list[Hypervisor], folder: Path = FOLDER) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "hosts.yml"
+def folder(place: Place) -> Path:
+    """inventories/lab for the checkout's own lab; a lab elsewhere (CLEANSLATE_LAB_DIR) keeps its inventory to itself."""
+    own = place.folder == (CHECKOUT / "build" / "lab").resolve()
+    return CHECKOUT / "inventories" / "lab" if own else place.folder / "inventory"
+
+
+def write(place: Place, fleet: list[Hypervisor]) -> Path:
+    path = folder(place) / "hosts.yml"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(HEAD + "---\n" + yaml_of(inventory(place, fleet)), encoding="utf-8")
     return path
 
