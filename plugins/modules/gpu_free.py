@@ -151,6 +151,7 @@ holders:
       comm: "sglang::schedul"
       cmdline: "sglang::scheduler_TP0"
       devices: [/dev/nvidia0]
+      gpus: [0]
       unit: sglang-main.service
       container: ""
       guest_pid: 4711
@@ -220,8 +221,8 @@ def main() -> NoReturn:
     except CleanslateError as error:
         module.fail_json(msg=error.message, **error.details)
     if result.get("predicted_verdict", result["verdict"]) != "free":
-        module.fail_json(**result)
-    module.exit_json(**result)
+        module.fail_json(changed=False, **result)
+    module.exit_json(changed=False, **result)
 
 
 if __name__ == "__main__":

@@ -58,13 +58,22 @@ def prove_free(surveyor: Surveyor, options: FreeOptions, clock: Clock | None = N
     options.check()
     deadline = Deadline(clock or Clock(), options.timeout)
     clean = polls = 0
+    unseen: frozenset[int | None] = frozenset()
+    still = 0
     while True:
         survey = surveyor.look()
         check_threshold(survey, options.limits)
         verdict = judge(survey, options.limits)
         polls += 1
         clean = clean + 1 if verdict.verdict == FREE else 0
-        if clean >= options.stable_polls or verdict.permanent or (deadline.over and not clean):
+        # Processes come and go that may not be looked at. Where the same ones stay, and nothing else stands against
+        # the verdict, waiting is of no use.
+        codes = {reason.code for reason in verdict.reasons}
+        gaps = frozenset(reason.pid for reason in verdict.reasons)
+        still = still + 1 if codes == {"scan_incomplete"} and gaps == unseen else 0
+        unseen = gaps
+        hopeless = verdict.permanent or still >= options.stable_polls
+        if clean >= options.stable_polls or hopeless or (deadline.over and not clean):
             return Proof(verdict, deadline.elapsed, polls)
         deadline.clock.pause(options.interval if clean else min(options.interval, deadline.left))
 

@@ -84,6 +84,7 @@ class Survey:
     fs: ProcFS = dataclasses.field(default_factory=ProcFS)
     holdings: list[Holding] = dataclasses.field(default_factory=list)
     _attributions: dict[int, Attribution] = dataclasses.field(default_factory=dict)
+    _instances: dict[int, str | None] = dataclasses.field(default_factory=dict)
 
     @property
     def simulated(self) -> bool:
@@ -143,17 +144,20 @@ class Survey:
 
     def instance_of(self, process: Process) -> str | None:
         """Name of the recorded instance that a process belongs to."""
-        for record in self.records:
-            if belongs(process, record, self.boot_id):
-                return record.name
-        return None
+        if process.pid not in self._instances:
+            own = (record.name for record in self.records if belongs(process, record, self.boot_id))
+            self._instances[process.pid] = next(own, None)
+        return self._instances[process.pid]
 
     def record(self, name: str) -> InstanceRecord | None:
         return next((record for record in self.records if record.name == name), None)
 
     def in_containers(self, process: Process) -> bool:
         """Whether option C(containers) leaves this process in."""
-        return not self.options.containers or self.attribution(process).container_id in self.options.containers
+        if not self.options.containers:
+            return True
+        owner = self.attribution(process)
+        return any(name in _container_names(owner) for name in self.options.containers)
 
     def memory_of(self, pid: int) -> int | None:
         """Bytes over all GPUs as NVML says; None when it says nothing."""
@@ -259,12 +263,14 @@ class Surveyor:
     def _check_containers(self, survey: Survey) -> None:
         if not self.options.containers:
             return
-        there = {survey.attribution(process).container_id for process in survey.table.values()} - {""}
+        there = {survey.attribution(process) for process in survey.table.values() if not process.kernel_thread}
+        names = {name for owner in there for name in _container_names(owner)}
         for name in self.options.containers:
-            if name not in there:
+            if name not in names:
+                shown = sorted({owner.container for owner in there if owner.container})
                 raise CleanslateError(
                     "containers: no process of a container %r runs here. Running containers: %s."
-                    % (show(name), ", ".join(sorted(there)) or "none")
+                    % (show(name), ", ".join(shown) or "none")
                 )
 
     def _holdings(self, survey: Survey, nvml: NvmlSnapshot) -> t.Iterator[Holding]:
@@ -316,6 +322,13 @@ class Surveyor:
         if found.thread_only:
             return UNPROVEN, "a thread of it has the node open, its main thread has exited"
         return UNPROVEN, "has its node open"
+
+
+def _container_names(owner: Attribution) -> set[str]:
+    """How option C(containers) may call a container: 129, lxc/129; a long id also by its first twelve digits."""
+    if not owner.container_id:
+        return set()
+    return {owner.container_id, owner.container, owner.container.partition("/")[2]}
 
 
 def take_survey(options: SurveyOptions, **seams: t.Any) -> Survey:

@@ -73,12 +73,12 @@ class GpuVerdict:
     gpu: Gpu
     reasons: list[Reason]
     notes: list[Note]
-    #: Whether the machine as a whole could be seen: if not, no GPU of it is free.
-    blind: bool = False
+    #: Why the machine as a whole could not be seen: then no GPU of it is free.
+    blind: list[Reason] = dataclasses.field(default_factory=list)
 
     @property
     def verdict(self) -> str:
-        return _worst(self.reasons, UNKNOWN if self.blind else FREE)
+        return _worst([*self.reasons, *self.blind], FREE)
 
 
 @dataclasses.dataclass
@@ -140,12 +140,13 @@ def _codes(items: t.Iterable[Reason | Note]) -> list[str]:
 def judge(survey: Survey, limits: Limits) -> Verdict:
     """The verdict on the selected GPUs."""
     machine, notes = _machine(survey, limits)
-    blind = not survey.complete or not survey.nvml.ok
     # Nothing to look at, and the caller knows it: no driver is no blindness then.
     fault = survey.nvml.fault
     if limits.expected_count == 0 and not survey.devices.gpus and fault is not None and fault.code in (9, 12):
         machine = [reason for reason in machine if reason.code != fault.reason]
     counted = not any(reason.code == "count_mismatch" for reason in machine)
+    # A GPU too few says nothing of those that are there, and a holder of no GPU holds none of them.
+    blind = [reason for reason in machine if reason.verdict == UNKNOWN and reason.code != "count_mismatch"]
     gpus = []
     for gpu in survey.devices.selected:
         if gpu.hidden:
@@ -316,6 +317,9 @@ class _Judge:
                     "Driver and nvidia-ml-py do not fit together: update the binding.",
                 )
                 continue
+            if process.pid in self.survey.own_pids:
+                self.reason("holder", "NVML lists PID %d, which is this check's own" % process.pid, pid=process.pid)
+                continue
             local = self.survey.process(process.pid)
             if local is None:
                 # A process that ended after forking a child which holds on: the child counts (Megatron-LM#3684).
@@ -379,7 +383,8 @@ class _Judge:
                 "memory_unmeasurable", "%s are in use, page cache included: judged by holders" % format_size(used)
             )
             return
-        if any(reason.code in ("owner_other_namespace", "invalid_pid", "foreign_holder") for reason in self.reasons):
+        named = ("holder", "foreign_holder", "owner_other_namespace", "invalid_pid")
+        if any(reason.code in named for reason in self.reasons):
             return  # its owner has been named, as far as it can be
         benign = [holding for holding in self.holdings if holding.kind == BENIGN]
         listed = {process.pid: process.memory for process in nvml.processes}
@@ -477,7 +482,7 @@ def _gpu_data(survey: Survey, verdict: GpuVerdict) -> dict[str, t.Any]:
         "pci": gpu.pci,
         "name": show(gpu.name),
         "verdict": verdict.verdict,
-        "reasons": _codes(verdict.reasons),
+        "reasons": _codes([*verdict.reasons, *verdict.blind]),
         "notes": _codes(verdict.notes),
         "memory_used": nvml.memory_used if nvml else None,
         "memory_reserved": nvml.memory_reserved if nvml else None,

@@ -13,6 +13,7 @@ the descriptor and shows only in C(maps), whose device field is the file system'
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import pickle
 import signal
@@ -20,6 +21,7 @@ import stat as st
 import typing as t
 
 from .kernel import Files, Mappings, Region
+from .mounts import Mount, RemoteFiles
 from .table import Hidden, Process, ProcFS, Vanished
 
 #: ("c", device number) of a character device, or ("f", file system's device number, inode) of a plain file or socket.
@@ -97,8 +99,24 @@ class ScanResult:
         return not self.unreadable
 
 
+_GONE = (errno.ENOENT, errno.ESRCH, errno.ENOTDIR, errno.EBADF)
+# What a file system answers that has lost its server or its daemon. Where devices are looked for it is none.
+_AWAY = (errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT, errno.EREMOTEIO)
+
+
 class _Denied(Exception):
-    """The process is there and may not be looked at."""
+    """The process is there and cannot be looked at."""
+
+
+def _failed(error: OSError, what: str) -> Exception:
+    """What an error says of the process: that it is gone, or that it cannot be looked at."""
+    if error.errno in _GONE:
+        return Vanished(what)
+    return _Denied("%s (%s)" % (what, os.strerror(error.errno or 0)))
+
+
+def _on(mounts: tuple[Mount, ...], path: str) -> bool:
+    return any(mount.has(path) for mount in mounts)
 
 
 class Held(t.NamedTuple):
@@ -129,51 +147,56 @@ class _Scanner:
         self.inodes = {key[2]: key for key in watch.keys if key[0] == "f"}
         self.mappings = Mappings(shared_only=not watch.private)
         self.files = Files()
+        self.remote = RemoteFiles(fs)
         #: What a mapped file was found to be: the same libraries and segments are mapped by many processes.
         self.known: dict[Region, Key | None] = {}
 
-    def descriptors(self, folder: str) -> set[Key]:
-        """The watched files open in one C(fd) folder. Raises Vanished, _Denied."""
+    def mounts(self, pid: int) -> tuple[Mount, ...]:
+        """Where files of this process must not be asked about. Stand-ins may lie anywhere, devices in use do not."""
+        return self.remote.of(pid) if self.remote.possible and not self.watch.private else ()
+
+    def descriptors(self, folder: str, mounts: tuple[Mount, ...]) -> tuple[set[Key], int]:
+        """The watched files open in one C(fd) folder, and how many are open. Raises Vanished, _Denied."""
         try:
             names = os.listdir(folder)
-        except PermissionError:
-            raise _Denied("its descriptors may not be listed") from None
-        except OSError:
-            raise Vanished(folder) from None
+        except OSError as error:
+            raise _failed(error, "its descriptors cannot be listed") from None
         out: set[Key] = set()
         denied = 0
         numbers, inodes, stat = self.numbers, self.inodes, self.stat
         folder += "/"
         for name in names:
             try:
+                if mounts and _on(mounts, os.readlink(folder + name)):
+                    continue
                 status = stat(folder + name)
-            except PermissionError:
-                denied += 1
+            except OSError as error:
+                # Gone is: closed meanwhile.
+                if error.errno not in _GONE and error.errno not in _AWAY:
+                    denied += 1
                 continue
-            except OSError:
-                continue  # closed meanwhile
             if status.st_rdev in numbers or status.st_ino in inodes:
                 key = key_of(status)
                 if key in self.watch.keys:
                     out.add(key)
         if denied:
             raise _Denied("%d of its %d descriptors may not be looked at" % (denied, len(names)))
-        return out
+        return out, len(names)
 
-    def mapped(self, folder: str) -> set[Key]:
+    def mapped(self, folder: str, mounts: tuple[Mount, ...]) -> set[Key]:
         """The watched files mapped by one process. Raises Vanished, _Denied."""
         out: set[Key] = set()
         try:
             for region in self.mappings.of(folder + "/maps"):
+                if mounts and _on(mounts, region.path):
+                    continue
                 if region not in self.known:
                     self.known[region] = self.recognise(folder, region)
                 key = self.known[region]
                 if key is not None:
                     out.add(key)
-        except PermissionError:
-            raise _Denied("its mappings may not be read") from None
-        except OSError:
-            raise Vanished(folder) from None
+        except OSError as error:
+            raise _failed(error, "its mappings cannot be read") from None
         return out
 
     def recognise(self, folder: str, region: Region) -> Key | None:
@@ -205,24 +228,28 @@ class _Scanner:
     def look(self, process: Process) -> Held:
         """What one process has of what is watched. Raises Vanished, _Denied."""
         folder = self.fs.path(process.pid)
+        mounts = self.mounts(process.pid)
         if process.state not in "ZX":
-            opened = self.descriptors(folder + "/fd")
-            for task in self.files.strays(folder, process) if process.threads > 1 else ():
-                opened |= self._of_task(folder + "/task/" + task)
-            return Held(opened, self.mapped(folder))
+            opened, count = self.descriptors(folder + "/fd", mounts)
+            mapped = self.mapped(folder, mounts)
+            # With nothing open and nothing mapped its main thread may just have exited, and others may hold on.
+            if count or mapped or process.threads < 2:
+                for task in self.files.strays(folder, process) if process.threads > 1 else ():
+                    opened |= self._of_task(folder + "/task/" + task, mounts)
+                return Held(opened, mapped)
         opened, mapped = set(), set()
         for task in self._tasks(folder):
             if task != str(process.pid):
-                opened |= self._of_task(folder + "/task/" + task)
+                opened |= self._of_task(folder + "/task/" + task, mounts)
                 try:
-                    mapped |= self.mapped(folder + "/task/" + task)
+                    mapped |= self.mapped(folder + "/task/" + task, mounts)
                 except Vanished:
                     continue
         return Held(opened, mapped, thread_only=True)
 
-    def _of_task(self, folder: str) -> set[Key]:
+    def _of_task(self, folder: str, mounts: tuple[Mount, ...]) -> set[Key]:
         try:
-            return self.descriptors(folder + "/fd")
+            return self.descriptors(folder + "/fd", mounts)[0]
         except Vanished:
             return set()
 
@@ -254,22 +281,25 @@ class _Work:
     def one(self, pid: int) -> _Look | None:
         """None when the process is gone or out of scope."""
         fs = self.scanner.fs
-        stat = None
         try:
             process = fs.process(pid)
             if self.uids is not None and not _in_scope(process, fs, self.uids, self.scanner.stat):
                 return None
-            stat = process.raw
             if process.kernel_thread or process.zombie or pid in self.skip:
-                return _Look(pid, stat)
-            held = self.scanner.look(process)
+                return _Look(pid, process.raw)
+            try:
+                held = self.scanner.look(process)
+            except _Denied as error:
+                # The files of a process that is about to end belong to root: nothing is kept from us then.
+                now = fs.process(pid)
+                if now.zombie or now.start_time != process.start_time:
+                    return _Look(pid, now.raw)
+                return _Look(pid, process.raw, counted=True, denied=str(error))
         except Hidden:
             return _Look(pid, None, denied="this user may know nothing of it (hidepid)")
         except Vanished:
             return None
-        except _Denied as error:
-            return _Look(pid, stat, counted=True, denied=str(error))
-        return _Look(pid, stat, counted=True, held=held if held.opened or held.mapped else None)
+        return _Look(pid, process.raw, counted=True, held=held if held.opened or held.mapped else None)
 
     def part(self, pids: t.Iterable[int]) -> list[_Look]:
         return [look for look in map(self.one, pids) if look is not None]

@@ -441,6 +441,43 @@ def test_an_unreadable_process_makes_the_verdict_unknown_and_is_listed(tree: Pro
     assert (row["pid"], row["reason"]) == (80, "1 of its 2 descriptors may not be looked at")
 
 
+def test_gaps_that_stay_end_the_wait_and_gaps_that_change_do_not(tree: ProcTree) -> None:
+    tree.add(80)
+    tree.open(80, [tree.file("a")])
+    tree.denied.add(str(tree.proc / "80/fd/3"))
+    clock = FakeClock()
+    result = check(tree, clock, timeout=30)
+    assert result["reasons"] == ["scan_incomplete"]
+    assert clock.time - 100 < 1
+
+    def passes(number: int) -> None:
+        tree.denied.clear()
+
+    tree.nvml.before = passes
+    assert check(tree, timeout=30)["verdict"] == "free"
+
+
+def test_while_something_else_may_still_change_a_gap_does_not_end_the_wait(tree: ProcTree) -> None:
+    tree.add(80)
+    tree.open(80, [tree.file("a")])
+    tree.denied.add(str(tree.proc / "80/fd/3"))
+    tree.nvml.set(0, used=1000)
+    clock = FakeClock()
+    check(tree, clock, timeout=2)
+    assert clock.time - 100 >= 2
+
+
+def test_gpus_of_a_machine_that_cannot_be_seen_say_why(tree: ProcTree) -> None:
+    tree.nvml.fault = fault_of(9, "Driver Not Loaded")
+    assert [gpu["reasons"] for gpu in check(tree)["gpus"]] == [["nvml_unavailable"]] * 2
+
+
+def test_what_nvml_lists_under_the_checks_own_pid_is_use(tree: ProcTree) -> None:
+    tree.add(301, opens=[tree.gpu(0)])
+    tree.nvml.set(0, used=1000, processes=[(301, 1000)])
+    assert check(tree, self_pid=301)["reasons"] == ["holder"]
+
+
 def test_on_stand_in_nodes_an_unreadable_process_is_listed_and_does_not_count(tmp_path: Path) -> None:
     tree = ProcTree(tmp_path, gpus=1)
     tree.add(80, opens=[tree.file("a")])
@@ -631,6 +668,7 @@ def test_the_index_is_nvmls_and_not_the_nodes_number(tmp_path: Path) -> None:
 def test_other_containers_holders_still_stand_against_free(tree: ProcTree) -> None:
     tree.add(5, cgroup="/lxc/129/ns/system.slice/a.service", opens=[tree.gpu(0)])
     tree.add(6, cgroup="/lxc/130/ns/init.scope", opens=[tree.gpu(1)])
+    assert check(tree, containers=["lxc/129"])["reasons"] == ["holder", "foreign_holder"]
     result = check(tree, containers=["129"])
     assert [(row["pid"], row["container"]) for row in result["holders"]] == [(5, "lxc/129"), (6, "lxc/130")]
     assert result["reasons"] == ["holder", "foreign_holder"]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import signal
@@ -19,7 +20,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as some
 
+from ansible_collections.cleanslate.inference.plugins.module_utils.proc import scan as scan_module
 from ansible_collections.cleanslate.inference.plugins.module_utils.proc.kernel import Mappings, parse_maps
+from ansible_collections.cleanslate.inference.plugins.module_utils.proc.mounts import parse_mounts
 from ansible_collections.cleanslate.inference.plugins.module_utils.proc.scan import (
     ScanResult,
     Watch,
@@ -27,6 +30,8 @@ from ansible_collections.cleanslate.inference.plugins.module_utils.proc.scan imp
     scan,
 )
 from ansible_collections.cleanslate.inference.plugins.module_utils.proc.table import Process, ProcFS
+
+from ..proctree import ProcTree
 
 NODE = 4096
 names = some.binary(min_size=0, max_size=15).filter(lambda raw: b"\0" not in raw)
@@ -255,6 +260,113 @@ def test_a_process_that_may_not_be_looked_at_is_listed(held: Held) -> None:
     result = scan(ProcFS(), Watch(keys, {}, True), pids=[pid], stat=denied)
     assert [item.pid for item in result.unreadable] == [pid]
     assert not result.complete
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EIO])
+def test_a_look_that_fails_for_our_own_need_is_a_gap_and_no_absence(held: Held, number: int) -> None:
+    node = held.file("nvidia0")
+    pid = held.run(OPEN, node)
+
+    def failing(path: str) -> os.stat_result:
+        raise OSError(number, os.strerror(number), path)
+
+    keys = frozenset(key for key in [key_for_path(str(node))] if key)
+    result = scan(ProcFS(), Watch(keys, {}, True), pids=[pid], stat=failing)
+    assert [item.pid for item in result.unreadable] == [pid]
+
+
+def test_files_of_other_machines_are_never_asked_about(tmp_path: Path) -> None:
+    tree = ProcTree(tmp_path, gpus=1, real=True)
+    tree.add(5, opens=[tree.file("model.safetensors"), tree.gpu(0)])
+    tree.map(5, [tree.file("mapped.bin")])
+    mount = "40 30 0:50 / %s rw - nfs4 server:/models rw\n41 30 0:5 / %s rw - devtmpfs udev rw\n"
+    (tree.proc / "5/mountinfo").write_text(mount % (tmp_path / "files", tree.dev), encoding="utf-8")
+    (tree.proc / "filesystems").write_text("nodev\tsysfs\nnodev\tnfs4\n\text4\n", encoding="utf-8")
+
+    def stat(path: str) -> os.stat_result:
+        assert "/files/" not in os.path.realpath(path), "would hang"
+        return tree.stat(path)
+
+    key = ("c", os.makedev(195, 0))
+    result = scan(ProcFS(str(tree.proc)), Watch(frozenset([key]), {"nvidia0": key}), stat=stat)
+    assert list(result.found) == [5]
+    assert result.unreadable == []
+
+
+@pytest.mark.parametrize(
+    ("path", "remote"),
+    [
+        ("/data", True),
+        ("/data/a/b", True),
+        ("/database", False),
+        ("/data/local/x", False),
+        ("/data/local", False),
+        ("/with space/x", True),
+        ("/", False),
+    ],
+)
+def test_remote_mounts_end_where_local_ones_begin(path: str, remote: bool) -> None:
+    text = (
+        b"1 0 8:1 / / rw - ext4 /dev/sda rw\n"
+        b"2 1 0:9 / /data rw,relatime shared:3 - nfs4 s:/x rw\n"
+        b"3 2 8:2 / /data/local rw - xfs /dev/sdb rw\n"
+        b"4 1 0:8 / /with\\040space rw - fuse.sshfs x rw\n"
+    )
+    assert any(mount.has(path) for mount in parse_mounts(text)) is remote
+
+
+@given(some.binary(max_size=200))
+def test_no_text_breaks_the_list_of_mounts(raw: bytes) -> None:
+    parse_mounts(raw)
+
+
+# The watchdog of the test run is a thread; modules have none when they look.
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_helpers_find_what_one_process_finds(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = held.file("nvidia0")
+    pids = [held.run(OPEN, node if number % 2 else "/dev/null") for number in range(6)]
+    alone = held.look(node)
+    monkeypatch.setattr(scan_module, "_SHARE", 1)
+    monkeypatch.setattr(scan_module.os, "sched_getaffinity", lambda _pid: {0, 1, 2})
+    shared = held.look(node)
+    assert sorted(shared.found) == sorted(alone.found) == sorted(pids[1::2])
+    assert list(shared.table) == sorted(pids)
+    assert shared.processes == alone.processes == 6
+    assert [shared.found[pid].opened for pid in pids[1::2]] == [alone.found[pid].opened for pid in pids[1::2]]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_helper_that_fails_is_replaced(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = held.file("nvidia0")
+    pids = [held.run(OPEN, node) for _ in range(4)]
+    parent = os.getpid()
+
+    def fragile(path: str) -> os.stat_result:
+        if os.getpid() != parent:
+            os._exit(9)
+        return os.stat(path)
+
+    monkeypatch.setattr(scan_module, "_SHARE", 1)
+    monkeypatch.setattr(scan_module.os, "sched_getaffinity", lambda _pid: {0, 1})
+    keys = frozenset(key for key in [key_for_path(str(node))] if key)
+    result = scan(ProcFS(), Watch(keys, {}, True), pids=pids, stat=fragile)
+    assert sorted(result.found) == sorted(pids)
+
+
+def test_a_main_thread_that_exits_during_the_look_hides_nothing(held: Held) -> None:
+    """Its state was read while it lived; its descriptors are listed when it has gone."""
+    node = held.file("nvidia0")
+    pid = held.run(LEADERLESS, node)
+    while ProcFS().process(pid).state != "Z":
+        os.sched_yield()
+
+    class Late(ProcFS):
+        def process(self, pid: int) -> Process:
+            raw = super().process(pid).raw
+            return Process(self, pid, raw.replace(b") Z ", b") S ", 1))
+
+    keys = frozenset(key for key in [key_for_path(str(node))] if key)
+    assert list(scan(Late(), Watch(keys, {}, True), pids=[pid]).found) == [pid]
 
 
 def test_a_thread_of_this_process_is_no_process(held: Held) -> None:
