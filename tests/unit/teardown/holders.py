@@ -62,6 +62,7 @@ class Holders:
         self.dev.mkdir()
         for name in [*("nvidia%d" % number for number in range(gpus)), "nvidiactl", "nvidia-uvm"]:
             (self.dev / name).write_bytes(b"\0" * 4096)
+        self.nvml: Any = BlindNvml()
         self.started: list[subprocess.Popen[bytes]] = []
         #: Grandchildren that outlive their parents.
         self.orphans: set[int] = set()
@@ -79,13 +80,14 @@ class Holders:
         environ: dict[str, str] | None = None,
         group: bool = False,
         cwd: Path | None = None,
+        lines: int = 1,
     ) -> subprocess.Popen[bytes]:
-        """Start a holder and wait until it holds."""
+        """Start a holder and wait until it holds. C(lines=0): the test reads what it prints."""
         words = list(argv) if argv is not None else [title or sys.executable, "-c", HOLD % extra]
         words += [":".join(map(self.node, maps)), ":".join(map(self.node, opens))]
         process = subprocess.Popen(
             words,
-            executable=sys.executable if argv is None else None,
+            executable=sys.executable,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             env={"PATH": os.environ["PATH"], **(environ or {})},
@@ -93,9 +95,17 @@ class Holders:
             cwd=cwd,
         )
         self.started.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
+        if lines:
+            self.line(process, b"ready")
         return process
+
+    @staticmethod
+    def line(process: subprocess.Popen[bytes], expected: bytes | None = None) -> bytes:
+        """The next line that a holder prints."""
+        assert process.stdout is not None
+        line = process.stdout.readline().strip()
+        assert expected is None or line == expected
+        return line
 
     def pids(self) -> list[int]:
         """Those started here and all below them, whatever their parent is by now."""
@@ -106,10 +116,11 @@ class Holders:
 
     def surveyor(self, options: SurveyOptions) -> Surveyor:
         # The holders are children of this test, and own children are never targets: here nobody looks.
-        return Surveyor(options, nvml=BlindNvml(), pids=self.pids, self_pid=0)
+        return Surveyor(options, nvml=self.nvml, pids=self.pids, self_pid=0)
 
-    def tear_down(self, check: bool = False, **params: Any) -> dict[str, Any]:
-        full = {
+    def params(self, **params: Any) -> dict[str, Any]:
+        """Options of the module, complete."""
+        return {
             "dev_dir": str(self.dev),
             "state_dir": str(self.folder / "state"),
             "run_dir": str(self.folder / "run"),
@@ -121,7 +132,9 @@ class Holders:
             "protect": [],
             **params,
         }
-        return tear_down(full, check, Seams(surveyor=self.surveyor, reader=QuietReader()))
+
+    def tear_down(self, check: bool = False, **params: Any) -> dict[str, Any]:
+        return tear_down(self.params(**params), check, Seams(surveyor=self.surveyor, reader=QuietReader()))
 
     def close(self) -> None:
         for pid in self.orphans:

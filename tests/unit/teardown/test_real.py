@@ -5,14 +5,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from .holders import Holders, holders, pids_of, reasons_of
+from ansible_collections.cleanslate.inference.plugins.module_utils.proc.table import ProcFS, ancestors
+
+from ..proctree import FakeNvml, nvml_gpus
+from .holders import HOLD, Holders, holders, pids_of, reasons_of, wait_for
 
 
 @pytest.fixture
@@ -91,3 +99,239 @@ def test_all_ends_every_unprotected_holder(lab: Holders) -> None:
     assert reasons_of(result["killed"]) == {one.pid: "holder"}
     assert reasons_of(result["spared"]) == {kept.pid: "protected"}
     assert kept.poll() is None
+
+
+# -- holders that other tools do not see --------------------------------------------------------------------------
+
+
+FORK = """
+child = os.fork()
+if child:
+    print("child %d" % child, flush=True)
+    while True:
+        signal.pause()
+"""
+
+
+def test_the_heir_of_a_dead_holder_is_ended_and_nobody_nvml_names(lab: Holders) -> None:
+    holder = lab.start(title="trainer", opens=[0], extra=FORK, lines=0)
+    heir = int(lab.line(holder).split()[1])
+    lab.orphans.add(heir)
+    lab.line(holder, b"ready")
+    holder.kill()
+    holder.wait(20)
+    lab.nvml = FakeNvml(nvml_gpus(4))
+    lab.nvml.set(0, used=4622, processes=[(holder.pid, 4614)])
+    result = lab.tear_down(scope="all")
+    assert pids_of(result["killed"]) == {heir}
+    assert not alive(heir)
+
+
+LEADERLESS = """
+import ctypes, platform, threading
+threading.Thread(target=lambda: time.sleep(600), daemon=True).start()
+print("ready", flush=True)
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
+"""
+
+
+def test_a_thread_without_its_leader_is_a_holder(lab: Holders) -> None:
+    holder = lab.start(title="trainer", opens=[0], extra=LEADERLESS)
+    wait_for(lambda: state_of(holder.pid) == "Z")
+    assert os.listdir("/proc/%d/task" % holder.pid) != [str(holder.pid)]
+    result = lab.tear_down(scope="all")
+    assert pids_of(result["killed"]) == {holder.pid}
+    assert holder.wait(20) == -signal.SIGTERM
+
+
+def test_a_plain_zombie_is_neither_ended_nor_waited_for(lab: Holders) -> None:
+    zombie = lab.start(title="sglang::scheduler", maps=[0])
+    zombie.kill()
+    wait_for(lambda: state_of(zombie.pid) == "Z")
+    result = lab.tear_down(scope="all", term_timeout=5)
+    assert (result["changed"], result["killed"], result["spared"]) == (False, [], [])
+    assert result["elapsed"] < 2
+
+
+def test_another_node_a_deleted_node_and_an_unrelated_file(lab: Holders) -> None:
+    twin, doomed, unrelated = (lab.folder / name / "nvidia0" for name in ("twin", "doomed", "unrelated"))
+    for path in (twin, doomed, unrelated):
+        path.parent.mkdir()
+    os.link(lab.node(0), twin)
+    os.link(lab.node(0), doomed)
+    unrelated.write_bytes(b"\0" * 4096)
+    opened = "opened.append(os.open(%r, os.O_RDWR))"
+    first = lab.start(title="one", extra=opened % str(twin))
+    second = lab.start(title="two", extra=opened % str(doomed))
+    third = lab.start(title="three", extra=opened % str(unrelated))
+    doomed.unlink()
+    result = lab.tear_down(scope="all")
+    assert pids_of(result["killed"]) == {first.pid, second.pid}
+    assert third.poll() is None
+
+
+def test_a_neighbour_with_every_node_open_lives(lab: Holders) -> None:
+    target = lab.start(title="sglang::scheduler", maps=[0], environ={"CUDA_VISIBLE_DEVICES": "0"})
+    neighbour = lab.start(title="sglang::scheduler", maps=[3], opens=[0, 1, 2], environ={"CUDA_VISIBLE_DEVICES": "3"})
+    lab.nvml = FakeNvml(nvml_gpus(4))
+    for scope in ("match", "all"):
+        result = lab.tear_down(scope=scope, devices=["0"])
+        assert neighbour.poll() is None
+        assert reasons_of(result["spared"])[neighbour.pid] == "neighbour"
+    assert target.wait(20) == -signal.SIGTERM
+
+
+# -- names ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A folder with a module sglang.launch_server that holds what it is told."""
+    folder = tmp_path / "package"
+    (folder / "sglang").mkdir(parents=True)
+    (folder / "sglang/__init__.py").touch()
+    (folder / "sglang/launch_server.py").write_text(HOLD % "", encoding="utf-8")
+    return folder
+
+
+NAME_ITSELF = """
+import ctypes
+ctypes.CDLL(None).prctl(15, b"sglang.launch_server", 0, 0, 0)
+"""
+
+
+def run_driver(lab: Holders, *words: str, **params: Any) -> tuple[int, dict[str, Any], subprocess.Popen[str]]:
+    """A teardown from a shell, as over ssh: wrapper, tool and all have the pattern in their command lines."""
+    order = json.dumps({"params": lab.params(**params), "pids": "PIDS"})
+    script = 'exec 3<&0; wrapper=$$; set -- "$@"; "$@"; code=$?; : sglang.launch_server; exit $code'
+    driver = str(Path(__file__).with_name("driver.py"))
+    # The tool looks at the holders and at itself and everything above it.
+    mine = [os.getpid(), *ancestors(ProcFS().processes(), os.getpid())]
+    order = order.replace('"PIDS"', json.dumps([*lab.pids(), *mine]))
+    shell = subprocess.Popen(
+        ["sh", "-c", script, "sglang.launch_server", sys.executable, driver, order, *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    output, _errors = shell.communicate(timeout=60)
+    return shell.returncode, json.loads(output), shell
+
+
+def test_the_pattern_in_every_command_line(lab: Holders, package: Path) -> None:
+    target = lab.start([sys.executable, "-m", "sglang.launch_server"], maps=[0], cwd=package)
+    renamed = lab.start(title="python3", maps=[1], extra=NAME_ITSELF)
+    log = lab.folder / "sglang.launch_server.log"
+    log.touch()
+    editor = subprocess.Popen(["vim", "-f", str(log)], executable=shutil.which("tail"), stdout=subprocess.DEVNULL)
+    lab.started.append(editor)
+    code, result, _shell = run_driver(lab, "-m", "sglang.launch_server", scope="match")
+    assert code == 0, result
+    assert pids_of(result["killed"]) == {target.pid, renamed.pid}
+    assert editor.poll() is None
+    code, result, _shell = run_driver(lab, "-m", "sglang.launch_server", scope="match")
+    assert (code, result["changed"]) == (0, False)
+
+
+def test_holders_above_the_tool_are_never_ended(lab: Holders) -> None:
+    """The tool's own parents hold the GPU, under the scope that takes every holder."""
+    with open(lab.node(0), "r+b") as held:
+        os.set_inheritable(held.fileno(), True)
+        other = lab.start(title="trainer", maps=[0])
+        code, result, shell = run_driver(lab, scope="all")
+    assert (code, shell.returncode) == (0, 0)
+    assert pids_of(result["killed"]) == {other.pid}
+
+
+# -- ports ----------------------------------------------------------------------------------------------------------
+
+
+SERVE = """
+import socket
+server = socket.socket()
+server.bind(("127.0.0.1", 0))
+server.listen()
+print(server.getsockname()[1], flush=True)
+"""
+
+
+def test_an_orphan_that_inherited_the_port(lab: Holders) -> None:
+    """The server is dead; a worker of its process group still listens and holds nothing."""
+    main = lab.start(title="sglang::server", maps=[0], group=True, extra=SERVE + FORK, lines=0)
+    port = int(lab.line(main))
+    orphan = int(lab.line(main).split()[1])
+    lab.orphans.add(orphan)
+    lab.line(main, b"ready")
+    main.kill()
+    main.wait(20)
+    result = lab.tear_down(scope="match", ports=[port])
+    assert pids_of(result["killed"]) == {orphan}
+    assert result["ports"][0]["listeners"] == [{"address": "127.0.0.1", "pids": [orphan]}]
+
+
+def test_a_strangers_port_is_left_under_match_and_taken_under_all(lab: Holders) -> None:
+    stranger = lab.start(title="website", extra=SERVE, lines=0)
+    port = int(lab.line(stranger))
+    lab.line(stranger, b"ready")
+    result = lab.tear_down(scope="match", ports=[port])
+    assert reasons_of(result["spared"]) == {stranger.pid: "port_busy"}
+    assert stranger.poll() is None
+    result = lab.tear_down(scope="all", ports=[port])
+    assert reasons_of(result["killed"]) == {stranger.pid: "listener"}
+
+
+# -- who reads the result -----------------------------------------------------------------------------------------
+
+
+MARK = """
+def marked(*_):
+    print("TERM", flush=True)
+signal.signal(signal.SIGTERM, marked)
+"""
+
+
+def start_driver(lab: Holders, through: list[str]) -> subprocess.Popen[bytes]:
+    order = {"params": lab.params(scope="match", term_timeout=2.0), "pids": lab.pids()}
+    driver = str(Path(__file__).with_name("driver.py"))
+    return subprocess.Popen(
+        [*through, sys.executable, driver, json.dumps(order)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    )
+
+
+def test_a_reader_that_goes_stops_it_before_the_next_signal(lab: Holders) -> None:
+    target = lab.start(title="sglang::scheduler", maps=[0], extra=MARK)
+    driver = start_driver(lab, [])
+    lab.line(target, b"TERM")
+    assert driver.stdout is not None
+    driver.stdout.close()
+    assert driver.wait(20) != 0
+    with pytest.raises(subprocess.TimeoutExpired):
+        target.wait(1.5)
+
+
+def test_a_parent_that_goes_stops_it_before_the_next_signal(lab: Holders) -> None:
+    target = lab.start(title="sglang::scheduler", maps=[0], extra=MARK)
+    # The shell stands for sshd's: it ends, and the tool under it goes on with its output still open.
+    shell = start_driver(lab, ["sh", "-c", '"$@"; exit 0', "sh"])
+    lab.line(target, b"TERM")
+    shell.kill()
+    shell.wait(20)
+    assert shell.stdout is not None
+    report = json.loads(shell.stdout.read())
+    shell.stdout.close()
+    assert report["failed"]
+    assert "signals nothing further" in report["msg"]
+    with pytest.raises(subprocess.TimeoutExpired):
+        target.wait(1.5)
+
+
+def state_of(pid: int) -> str:
+    return Path("/proc/%d/stat" % pid).read_bytes().rpartition(b")")[2].split()[0].decode()
+
+
+def alive(pid: int) -> bool:
+    """Whether it lives: a zombie that nobody has reaped yet does not."""
+    try:
+        return state_of(pid) not in "ZX"
+    except OSError:
+        return False
