@@ -122,8 +122,10 @@ def test_a_planted_link_is_replaced_and_never_followed(tmp_path: Path) -> None:
         assert path.read_bytes() == b"ours"
     assert victim.read_bytes() == b"precious"
     soft.unlink()
+    # A link whose mode, size and content are all as wished.
+    victim.write_text(str(victim))
     soft.symlink_to(victim)
-    assert write_atomic(str(soft), b"precious", 0o777)
+    assert write_atomic(str(soft), str(victim).encode(), 0o777)
     assert not soft.is_symlink()
 
 
@@ -352,13 +354,18 @@ def test_who_waits_in_vain_gives_up_in_time(tmp_path: Path, clock: FakeClock, ti
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_lock_file_that_was_removed_meanwhile_locks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("made_anew", [False, True])
+def test_a_lock_file_that_was_removed_meanwhile_locks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_anew: bool
+) -> None:
     path = tmp_path / "lock"
     real, calls = fcntl.flock, []
 
     def flock(fd: int, operation: int) -> None:
         if not calls:
             path.unlink()
+            if made_anew:
+                path.write_bytes(b"")
         calls.append(operation)
         real(fd, operation)
 

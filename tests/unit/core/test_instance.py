@@ -197,8 +197,9 @@ def test_a_number_that_is_no_group_makes_nobody_a_member(tree: Tree, pgrp: int) 
 
 
 def test_a_record_without_a_start_time_says_nothing_of_groups(tree: Tree) -> None:
-    tree.add(500, start_time=1000)
+    tree.add(501, pgrp=500, start_time=1000)
     assert members(tree.fs.processes().values(), record(start_time=0), BOOT) == []
+    assert pids(members(tree.fs.processes().values(), record(start_time=1), BOOT)) == [501]
 
 
 # -- who never does -----------------------------------------------------------------------------------------------

@@ -53,9 +53,9 @@ def test_a_command_line_is_one_short_printable_line(argv: list[str]) -> None:
 
 
 def test_a_huge_command_line_costs_no_time() -> None:
-    started = time.monotonic()
+    started = time.process_time()
     command_line(["a" * 2_000_000, *["\\\"'--x-token" * 2000] * 50, "http://" * 100_000, "x" + " " * 1_000_000])
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_an_empty_argument_stays_visible() -> None:
@@ -203,6 +203,10 @@ HARMLESS = [
 def test_nothing_harmless_is_hidden(argv: list[str]) -> None:
     assert redact_argv(["python3", *argv, "tail"]) == ["python3", *argv, "tail"]
     assert redact_value(" ".join(argv)) == " ".join(argv)
+
+
+def test_a_hidden_value_is_hidden_once() -> None:
+    assert redact_value("x a_token=b_token=y --port 1") == "x a_token=" + HIDDEN + " --port 1"
 
 
 def test_a_flag_without_a_value_hides_no_other_option() -> None:
