@@ -67,6 +67,8 @@ def inventory(place: Place, fleet: list[Hypervisor]) -> dict:
         "ansible_ssh_private_key_file": str(place.key),
         "ansible_ssh_executable": str(place.ssh_wrapper),
         "ansible_ssh_common_args": shell_quoted(ssh),
+        # Labs have the same addresses: a multiplexed connection must not lead into another one.
+        "ansible_control_path_dir": place.control_path_dir,
         "ansible_python_interpreter": "/usr/bin/python3",
     }
     return {"all": {"vars": shared, "children": groups}}

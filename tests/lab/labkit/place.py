@@ -53,6 +53,7 @@ class Place:
         self.known_hosts = self.folder / "known_hosts"
         self.rootfs = self.folder / "rootfs"
         self.fleet_file = self.folder / "fleet.json"
+        self.control_path_dir = f"~/.ansible/cp/{self.name}"  # sockets' paths are short, the folder's may be long
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
