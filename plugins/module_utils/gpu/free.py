@@ -14,7 +14,7 @@ from ..common.errors import CleanslateError
 from ..common.text import format_size, parse_size, show
 from ..proc.identity import require_kernel
 from .survey import Survey, SurveyOptions, Surveyor
-from .verdict import FREE, Limits, Verdict, judge, without
+from .verdict import FREE, Limits, Note, Reason, Verdict, judge, without
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,30 @@ def predict_free(
     survey = surveyor.look()
     check_threshold(survey, options.limits)
     measured = Proof(judge(survey, options.limits), deadline.elapsed, 1)
-    return measured, judge(without(survey, ended), options.limits)
+    return measured, _with_binding(judge(without(survey, ended), options.limits))
+
+
+def _with_binding(predicted: Verdict) -> Verdict:
+    """The prediction where nvidia-ml-py is missing: check mode places nothing, the run itself begins by doing so.
+
+    Holders alone decide then, and a note says it. What was measured stays unknown.
+    """
+
+    def missing(reason: Reason) -> bool:
+        return reason.code == "binding_missing"
+
+    if not any(missing(reason) for reason in predicted.machine):
+        return predicted
+    note = Note("binding_missing", "nvidia-ml-py is placed by the run itself: predicted from the holders alone")
+    return Verdict(
+        predicted.survey,
+        [
+            dataclasses.replace(gpu, blind=[reason for reason in gpu.blind if not missing(reason)])
+            for gpu in predicted.gpus
+        ],
+        [reason for reason in predicted.machine if not missing(reason)],
+        [*predicted.machine_notes, note],
+    )
 
 
 def check_threshold(survey: Survey, limits: Limits) -> None:
@@ -143,7 +166,8 @@ def check_free(params: t.Mapping[str, t.Any], check_mode: bool) -> dict[str, t.A
         proof, predicted = predict_free(surveyor, options, gone)
     result = proof.data()
     if predicted.verdict != proof.verdict.verdict:
-        result["msg"] = "Once %d processes have ended: %s" % (len(gone), predicted.message)
+        notes = [note.message for note in predicted.machine_notes if note.code == "binding_missing"]
+        result["msg"] = " ".join(["Once %d processes have ended: %s" % (len(gone), predicted.message), *notes])
     return dict(
         result,
         predicted_verdict=predicted.verdict,

@@ -216,7 +216,7 @@ class Surveyor:
     def look(self, nvml: bool = True) -> Survey:
         """Scan all tasks, then ask NVML: whoever ended before the scan ended before NVML was asked.
 
-        Without C(nvml) the holders alone, told by NVML's last answer which GPU is which.
+        Without C(nvml) the holders alone; which GPU is which, and who uses one, is told by NVML's last answer.
         """
         nodes = self._nodes = find_nodes(self.options.dev_dir, self.fs.root, self._simulated, self._stat)
         names = nodes.names
@@ -233,7 +233,7 @@ class Surveyor:
             self.options, devices, result, self._snapshot, store.all(), self.fs.boot_id(), frozenset(own), self.fs
         )
         self._check_containers(survey)
-        survey.holdings = list(self._holdings(survey, self._snapshot if nvml else NvmlSnapshot()))
+        survey.holdings = list(self._holdings(survey, self._snapshot))
         return survey
 
     def _own(self) -> set[int]:

@@ -526,6 +526,20 @@ def test_control_nodes_count_for_the_machine_and_for_no_single_gpu(tree: ProcTre
     assert check(tree, devices=["0"])["verdict"] == "free"
 
 
+def test_a_look_without_nvml_keeps_what_its_last_answer_proved(tree: ProcTree) -> None:
+    tree.add(70, opens=[tree.gpu(0)], environ={"CUDA_VISIBLE_DEVICES": "1"})
+    tree.add(71, opens=[tree.gpu(1)])
+    tree.nvml.set(0, processes=[(70, 3)])
+    with tree.surveyor() as surveyor:
+        first = surveyor.look()
+        again = surveyor.look(nvml=False)
+        tree.end(71)
+        last = surveyor.look(nvml=False)
+    assert tree.nvml.asked == 1
+    assert first.holder_pids == again.holder_pids == {70, 71}
+    assert last.holder_pids == {70}
+
+
 # Self
 
 
@@ -608,6 +622,21 @@ def test_the_prediction_keeps_memory_that_is_nobodys(tree: ProcTree) -> None:
     with tree.surveyor() as surveyor:
         _proof, predicted = predict_free(surveyor, FreeOptions(), {(471, 1471)})
     assert [reason.code for reason in predicted.reasons] == ["memory_no_owner"]
+
+
+def test_check_mode_predicts_without_the_binding_that_it_does_not_place(tree: ProcTree) -> None:
+    tree.add(471, opens=[tree.gpu(0)])
+    tree.nvml.fault = missing_fault("/x")
+    with tree.surveyor() as surveyor:
+        proof, predicted = predict_free(surveyor, FreeOptions(), {(471, 1471)})
+        assert proof.verdict.verdict == "busy"
+        assert (predicted.verdict, [note.code for note in predicted.notes]) == ("free", ["binding_missing"])
+        _proof, predicted = predict_free(surveyor, FreeOptions(), {(471, 1)})
+        assert predicted.verdict == "busy"
+    tree.end(471)
+    with tree.surveyor() as surveyor:
+        proof, _predicted = predict_free(surveyor, FreeOptions(), set())
+    assert proof.verdict.verdict == "unknown"
 
 
 # Bad input
