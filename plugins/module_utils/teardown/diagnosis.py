@@ -31,6 +31,8 @@ def _read(fs: ProcFS, pid: int, name: str) -> str:
 def _advice(process: Process, wchan: str) -> str:
     if process.state == "t":
         return "A debugger holds it: end the debugger (TracerPid in /proc/%d/status)." % process.pid
+    if "refrigerator" in wchan or "freez" in wchan:
+        return "Its cgroup is frozen (a paused container): thaw it, and it ends."
     if process.state in ("D", "R") or wchan.startswith(("uvm_", "nv_", "os_", "rm_")):
         return (
             "It is inside the kernel or driver and nothing in user space ends it: drain and reboot the machine (in a "

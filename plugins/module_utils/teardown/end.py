@@ -20,6 +20,7 @@ from ..common.errors import CleanslateError
 from ..common.text import show
 from ..proc.identity import Handle, Identity, Kernel
 from .diagnosis import diagnose
+from .mps import Mps
 from .plan import Item, Memory, Plan, UnitStop
 from .reader import Reader
 from .restarter import name_restarter
@@ -109,6 +110,7 @@ class _Ender:
         systemd: Systemd,
         clock: Clock,
         reader: Reader,
+        mps: Mps,
     ) -> None:
         self.rescan = rescan
         self.limits = limits
@@ -116,6 +118,7 @@ class _Ender:
         self.systemd = systemd
         self.clock = clock
         self.reader = reader
+        self.mps = mps
         self.live: dict[Identity, _Live] = {}
         self.known: set[Identity] = set()
         self.units: set[str] = set()
@@ -239,6 +242,13 @@ class _Ender:
             if live.sent == "unit" and all(job.done for job in jobs):
                 live.first, live.sent, live.due = None, "", None
 
+    def end_mps_work(self, plan: Plan) -> None:
+        """Through the control daemon, before its clients are signalled."""
+        pids = {live.item.process.pid for live in self.live.values()}
+        for daemon in plan.mps if pids else ():
+            self.reader.check()
+            self.outcome.warnings += self.mps.terminate(daemon, pids)
+
     # -- the whole ----------------------------------------------------------------------------------------------
 
     def run(self, plan: Plan) -> Outcome:
@@ -246,6 +256,7 @@ class _Ender:
             self.reader.check()
             self.admit(plan)
             self.stop_units(plan.units)
+            self.end_mps_work(plan)
             self.loop()
         finally:
             for live in self.live.values():
@@ -349,6 +360,7 @@ def end(
     systemd: Systemd | None = None,
     clock: Clock | None = None,
     reader: Reader | None = None,
+    mps: Mps | None = None,
 ) -> Outcome:
     """End every target of C(plan) and whoever C(rescan) finds in its scope meanwhile.
 
@@ -363,5 +375,6 @@ def end(
         systemd or Systemd(),
         clock or Clock(),
         reader or Reader(),
+        mps or Mps(),
     )
     return ender.run(plan)

@@ -24,6 +24,7 @@ from ..proc.table import Hidden, Process, ProcFS, ancestors, descendants
 from ..state.instance import marked, unrecorded_members
 from ..state.record import check_name
 from .match import DEFAULT_MATCH, Pattern, first_match, parse_match
+from .mps import control_daemons
 from .units import Systemd, UnitKey, UnitState, check_unit, may_stop
 
 SCOPES = ("instances", "match", "all")
@@ -133,6 +134,8 @@ class Plan:
     warnings: list[str] = dataclasses.field(default_factory=list)
     #: Why nothing at all may be signalled.
     blocked: list[str] = dataclasses.field(default_factory=list)
+    #: Control daemons of CUDA's Multi-Process Service.
+    mps: list[Process] = dataclasses.field(default_factory=list)
     #: Process groups of unrecorded servers that are targets.
     groups: set[int] = dataclasses.field(default_factory=set)
     #: What is known of the units that were looked at.
@@ -216,13 +219,25 @@ class _Planner:
         return name is not None and name in self.options.instances
 
     def unit_key(self, process: Process) -> UnitKey | None:
-        """The unit of a process, if this machine's or a user's manager runs it."""
+        """The unit of a process, if a manager of this machine, of a user or of an LXC guest runs it."""
         found = self.attribution(process)
+        guest = ""
         if found.container and found.container not in self.own_containers:
-            return None
+            if found.container_kind != "lxc":
+                return None
+            guest = found.container_id
         if found.user_unit and found.manager_uid is not None:
-            return UnitKey(found.user_unit, found.manager_uid)
-        return UnitKey(found.unit) if found.unit else None
+            return UnitKey(found.user_unit, found.manager_uid, guest)
+        return UnitKey(found.unit, None, guest) if found.unit else None
+
+    def main_of(self, state: UnitState) -> int:
+        """The pid of a unit's main process as it is called here: a guest's manager counts as the guest does."""
+        if not state.key.container or not state.main_pid:
+            return state.main_pid
+        for process in self.in_cgroup(state):
+            if self.attribution(process).guest_pid == state.main_pid:
+                return process.pid
+        return 0
 
     def never(self, process: Process) -> Item | None:
         """Why a process is never a target, whatever the scope; None when it may be one."""
@@ -316,8 +331,8 @@ class _Planner:
                 self.take(process, "instance", "instance " + name)
             if key is not None and state is not None and state.live:
                 self.unit_targets.setdefault(key, "instance " + name)
-        for unit in self.options.units:
-            key = UnitKey(unit)
+        for key in self.unit_keys():
+            unit = str(key)
             state = self.extras.units.get(key)
             if state is None or not state.known:
                 self.warnings.append("Unit %s is not known on this node." % unit)
@@ -330,11 +345,18 @@ class _Planner:
             if state.live:
                 self.unit_targets.setdefault(key, "named")
 
+    def unit_keys(self) -> list[UnitKey]:
+        """The named units: of this machine, or of each of the chosen guests."""
+        guests = self.survey.options.containers or [""]
+        return [UnitKey(unit, None, guest) for guest in guests for unit in self.options.units]
+
     def in_cgroup(self, state: UnitState) -> list[Process]:
         """The processes of a unit. Never the root of a hierarchy."""
         path = state.cgroup.rstrip("/")
         if not path:
             return []
+        if state.key.container:
+            return [process for process in self.table.values() if self.unit_key(process) == state.key]
         return [p for p in self.table.values() if p.cgroup == path or p.cgroup.startswith(path + "/")]
 
     def spare_by_gpu(self, process: Process) -> Item | None:
@@ -486,7 +508,7 @@ class _Planner:
             if key is None or not may_stop(key.name):
                 continue
             state = self.extras.units.get(key)
-            if state is None or state.main_pid != pid:
+            if state is None or self.main_of(state) != pid:
                 continue
             members = self.in_cgroup(state)
             if any(member.pid in self.own for member in members):
@@ -545,6 +567,12 @@ class _Planner:
         # Who was spared as a bystander and then turned out to be part of a target's server is a target.
         spared = [item for pid, item in sorted(self.spared.items()) if pid not in self.targets]
         self.persistence()
+        if self.survey.scan.unreadable:
+            first = self.survey.scan.unreadable[0]
+            self.warnings.append(
+                "%d processes could not be looked at, first %d (%s): who of them holds a GPU is not known here."
+                % (len(self.survey.scan.unreadable), first.pid, show(first.comm))
+            )
         units = []
         for key, why in self.unit_targets.items():
             state = self.extras.units[key]
@@ -558,6 +586,7 @@ class _Planner:
             ports=list(self.extras.ports),
             warnings=list(dict.fromkeys(self.warnings)),
             blocked=list(dict.fromkeys(self.blocked)),
+            mps=control_daemons(self.table.values()) if self.targets else [],
             groups=self.groups,
             unit_states=self.extras.units,
         )
@@ -580,7 +609,7 @@ def gather(survey: Survey, options: PlanOptions, systemd: Systemd | None = None,
     guests = [pid for pid in survey.table if survey.options.containers]
     ports = look_at_ports(fs or ProcFS(), options.ports, survey.table, guests)
     keys = [UnitKey(record.unit) for record in survey.records if record.name in options.instances and record.unit]
-    keys += [UnitKey(unit) for unit in options.units]
+    keys += planner.unit_keys()
     listening = {pid for state in ports for listener in state.listeners for pid in listener.pids}
     for process in planner.table.values():
         pid = process.pid

@@ -15,6 +15,7 @@ from ansible_collections.cleanslate.inference.plugins.module_utils.common.errors
 from ansible_collections.cleanslate.inference.plugins.module_utils.net.ports import Listener, PortState
 from ansible_collections.cleanslate.inference.plugins.module_utils.state.record import InstanceRecord, RecordStore
 from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.plan import Memory, PlanOptions
+from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.units import UnitKey, UnitState
 
 from ..proctree import ProcTree, uuid
 from .fakes import Scene, spared, targets
@@ -565,3 +566,30 @@ def test_bad_options_are_named(params: dict[str, Any], option: str) -> None:
     with pytest.raises(CleanslateError) as caught:
         PlanOptions.from_params(params)
     assert caught.value.message.startswith(option + ":")
+
+
+def test_from_the_hypervisor_a_guests_service_goes_with_its_main_process(tree: ProcTree) -> None:
+    group = "/lxc/129/ns/system.slice/llm.service"
+    tree.add(50500, argv=LAUNCH, maps=[tree.gpu(0)], cgroup=group, nspid=[50500, 77])
+    tree.add(50501, comm="helper", argv=["helper"], ppid=1, cgroup=group, nspid=[50501, 78])
+    tree.add(60500, argv=LAUNCH, maps=[tree.gpu(1)], cgroup=group.replace("129", "130"), nspid=[60500, 77])
+    scene = Scene(tree, containers=["129"])
+    inside = UnitKey("llm.service", None, "129")
+    scene.systemd.states[inside] = UnitState(
+        inside, load="loaded", active="active", main_pid=77, cgroup="/system.slice/llm.service", restart="always"
+    )
+    plan = scene.plan("match")
+    assert targets(plan) == {50500: "match", 50501: "cgroup"}
+    assert [(stop.key, stop.pids) for stop in plan.units] == [(inside, {50500, 50501})]
+    named = scene.plan("instances", units=["llm"])
+    assert targets(named) == {50500: "unit", 50501: "unit"}
+
+
+def test_who_could_not_be_looked_at_is_told(tree: ProcTree) -> None:
+    folder = tree.add(500, comm="hidden", argv=["hidden"])
+    (folder / "fd" / "3").symlink_to("nowhere")
+    tree.denied.add(str(folder / "fd" / "3"))
+    warnings = Scene(tree).plan("all").warnings
+    assert warnings == [
+        "1 processes could not be looked at, first 500 (hidden): who of them holds a GPU is not known here."
+    ]
