@@ -8,7 +8,7 @@ from __future__ import annotations
 import typing as t
 
 from ansible_collections.cleanslate.inference.plugins.plugin_utils.shown import ShownAction
-from ansible_collections.cleanslate.inference.plugins.plugin_utils.tables import table
+from ansible_collections.cleanslate.inference.plugins.plugin_utils.tables import ranges, table
 
 
 class ActionModule(ShownAction):
@@ -31,14 +31,23 @@ class ActionModule(ShownAction):
             "%s%s: %s, %d of %d GPUs free now, looked for %.1f s"
             % (word, simulated, verdict, free, len(gpus), float(result.get("waited") or 0))
         ]
-        bad = [gpu for gpu in gpus if gpu.get("verdict") != "free"]
-        if bad and verdict != "free":
-            rows = [
-                [g.get("index"), g.get("verdict"), "; ".join(_text(r) for r in g.get("reasons") or [])] for g in bad
-            ]
-            out += ["  " + line for line in table(("GPU", "verdict", "why"), rows)]
+        if verdict != "free":
+            out += ["  " + line for line in table(("GPU", "verdict", "why"), _why(result))]
         return out
 
 
-def _text(reason: t.Any) -> str:
-    return str(reason.get("msg") or reason.get("code")) if isinstance(reason, dict) else str(reason)
+def _why(result: dict[str, t.Any]) -> list[list[str]]:
+    """One row for all GPUs of the same trouble, in the order of the GPUs."""
+    rows: dict[tuple[str, str], list[int]] = {}
+    for gpu in result.get("gpus") or []:
+        if gpu.get("verdict") == "free":
+            continue
+        codes = gpu.get("reasons") or []
+        texts = [
+            str(detail.get("msg"))
+            for detail in result.get("details") or []
+            if detail.get("gpu") == gpu.get("index") and detail.get("code") in codes
+        ]
+        why = "; ".join(texts[:2]) + ("; %d more" % (len(texts) - 2) if len(texts) > 2 else "")
+        rows.setdefault((str(gpu.get("verdict")), why or ", ".join(codes)), []).append(int(gpu.get("index") or 0))
+    return [[",".join(ranges(gpus)), verdict, why] for (verdict, why), gpus in rows.items()]

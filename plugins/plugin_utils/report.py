@@ -22,6 +22,8 @@ STEPS = (
 #: Set by the playbooks' rescue: a step that failed without a result of its own (a template, an assertion).
 FAILURE = "__cleanslate_failure"
 GOOD = frozenset(["free", "serving", "converged", "would free", "would launch", "nothing to do"])
+#: Characters of a reason in the table; the file has all of it.
+REASON_WIDTH = 300
 REPORT_HEADERS = ("node", "instance", "outcome", "GPUs free", "ended", "seconds", "reason")
 
 
@@ -112,6 +114,8 @@ def cells(row: t.Mapping[str, t.Any]) -> list[str]:
     gpus = row["gpus"]
     ended = len(row["ended"]) + len(row["stopped_units"])
     reason = row["reason"].split("\n", 1)[0]
+    if len(reason) > REASON_WIDTH:
+        reason = reason[: REASON_WIDTH - 1] + "…"
     if row["simulated"]:
         reason = "[simulated] " + reason
     return [

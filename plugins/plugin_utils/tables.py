@@ -54,7 +54,7 @@ def process_rows(rows: t.Iterable[dict[str, t.Any]], action: str | None = None) 
                 str(row.get("pid", "")),
                 str(row.get("user") or ""),
                 short_command(row),
-                ",".join(_ranges(row["gpus"])) if "gpus" in row else short_devices(row.get("devices") or []),
+                ",".join(ranges(row["gpus"])) if "gpus" in row else short_devices(row.get("devices") or []),
                 str(where),
                 ": ".join(str(text) for text in (row.get("reason"), row.get("detail")) if text),
             ]
@@ -83,10 +83,11 @@ def short_devices(devices: t.Iterable[t.Any]) -> str:
             numbers.add(int(number))
         elif name not in ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset"):
             others.append(name)
-    return ",".join([*_ranges(sorted(numbers)), *sorted(others)])
+    return ",".join([*ranges(sorted(numbers)), *sorted(others)])
 
 
-def _ranges(numbers: list[int]) -> list[str]:
+def ranges(numbers: list[int]) -> list[str]:
+    """C([0, 1, 2, 7]) as C(["0-2", "7"]); the numbers ascend."""
     out: list[str] = []
     start = previous = None
     for number in [*numbers, None]:
