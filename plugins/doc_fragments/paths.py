@@ -13,11 +13,13 @@ options:
   state_dir:
     description:
       - Folder of what must survive a reboot. The records of launched instances are in C(instances) below it.
+      - An absolute path. The folder must belong to root or to the user that the module runs as, and nobody else may
+        write to it, for its content decides which processes are ended; it is refused otherwise.
     type: path
     default: /var/lib/cleanslate
   run_dir:
     description:
-      - Folder of locks and leases.
+      - Folder of locks and leases. The same is asked of it as of O(state_dir).
     type: path
     default: /run/cleanslate
 """
