@@ -4,8 +4,9 @@
 # Private to this collection: no stable interface.
 """A server's own output: read on from where the last look ended, turned into progress, into activity, into a diagnosis.
 
-The literal texts are those of sglang 0.5.17 on H200s. Progress bars redraw themselves with carriage returns, and other
-lines can be glued to a bar's end, so lines end at either, and patterns are searched, not anchored.
+The literal texts are those of sglang 0.5.17 on H200s and of 0.5.23 on a CPU. Progress bars redraw themselves with
+carriage returns, and other lines can be glued to a bar's end, so lines end at either, and patterns are searched, not
+anchored.
 """
 
 from __future__ import annotations
@@ -144,8 +145,8 @@ def clean(line: str, secrets: t.Iterable[str] = ()) -> str:
 
 #: Phase, what begins it in the log, what people read. In the order in which they come.
 PHASES: tuple[tuple[str, str, str], ...] = (
-    ("arguments", r"server_args=ServerArgs\(", "SGLang has read its arguments; the workers start"),
-    ("connect", r"Init torch distributed begin", "the workers connect to each other"),
+    ("arguments", r"server_args=(?:ServerArgs\(|\{)", "SGLang has read its arguments; the workers start"),
+    ("connect", r"Init (?:torch distributed|parallel) begin", "the workers connect to each other"),
     ("weights", r"Load weight begin", "weights are being loaded"),
     ("memory", r"KV Cache is allocated", "memory for the KV cache is allocated"),
     ("graphs", r"Capture .*CUDA graph begin", "CUDA graphs are being captured"),

@@ -107,7 +107,8 @@ class Runtime:
         if self.record.backend == "systemd":
             shown = self.systemd.show(self.record.unit, "ExecMainCode", "ExecMainStatus")
             status = shown.get("ExecMainStatus", "")
-            if not status.isdigit():
+            # systemd forgets a unit that ended well (a TERM is well for it), and shows code 0.
+            if not status.isdigit() or shown.get("ExecMainCode") == "0":
                 return Ending(None)
             # ExecMainCode: CLD_EXITED 1, CLD_KILLED 2, CLD_DUMPED 3
             return Ending(int(status) if shown.get("ExecMainCode") == "1" else -int(status))

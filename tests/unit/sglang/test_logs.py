@@ -1,7 +1,7 @@
 # Copyright: Contributors to the cleanslate.inference collection
 # GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Logs of the real SGLang 0.5.17 on H200s, and what is made of them."""
+"""Logs of the real SGLang (0.5.17 on H200s, 0.5.23 on a CPU), and what is made of them."""
 
 from __future__ import annotations
 
@@ -45,6 +45,17 @@ def test_reading_line_by_line_tells_the_same_phases():
         "draft extend CUDA graphs captured in 2.81 s",
     ]
     assert sum("graphs  [" in text and "100%" in text for text in told) == 3
+
+
+def test_lines_of_0_5_23():
+    told = logs.progress(
+        ["[2026-11-29 19:06:35] server_args={'model_path': '/m', 'api_key': 'hush'}", "[x] Init parallel begin."], {}
+    )
+    assert [line.split(";")[0] for line in told] == [
+        "SGLang has read its arguments",
+        "the workers connect to each other",
+    ]
+    assert "hush" not in logs.clean("server_args={'model_path': '/m', 'api_key': 'hush', 'x': 1}")
 
 
 def test_a_bar_within_one_look_is_told_once():
