@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from ansible_collections.cleanslate.inference.plugins.module_utils.common.clock import Clock
 from ansible_collections.cleanslate.inference.plugins.module_utils.proc.table import Process, ProcFS
 
 # No deadline for one example: a busy machine is no failure. No folder of examples in the checkout.
-settings.register_profile("core", deadline=None, database=None, max_examples=60)
+settings.register_profile(
+    "core", deadline=None, database=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("core")
 
 BOOT = "8d1bd1f1-0000-4000-8000-000000000001"

@@ -57,7 +57,7 @@ def path_of(store: RecordStore, name: str = "a") -> Path:
 @given(RECORDS)
 @settings(max_examples=25)
 def test_a_record_comes_back_as_it_was(record: InstanceRecord) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         store = RecordStore(folder)
         assert store.save(record)
         assert store.load(record.name) == record
