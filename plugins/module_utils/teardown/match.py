@@ -128,6 +128,8 @@ class Pattern:
             name = re.escape(value).replace(re.escape("<pid>"), r"\d+")
             self._full = re.compile(name + _CHAIN)
             self._cut = re.compile(name + _CUT_CHAIN)
+            # How every match begins, cut or not: most processes are told apart by that alone.
+            self._head = value.split("<pid>")[0][:8]
 
     def __str__(self) -> str:
         text = "%s: %s" % (self.kind, show(self.value))
@@ -146,8 +148,8 @@ class Pattern:
     def __hash__(self) -> int:
         return hash((self.kind, self.value, tuple(self.args)))
 
-    def matches(self, process: Process) -> bool:
-        """Whether the process is this program. Never a kernel thread."""
+    def matches(self, process: Process, call: PythonCall | None = None) -> bool:
+        """Whether the process is this program. Never a kernel thread. C(call): its python_call(), where known."""
         if process.kernel_thread:
             return False
         if self.kind == "title":
@@ -155,7 +157,7 @@ class Pattern:
         if self.kind == "exe":
             exe = _exe(process)
             return exe is not None and exe in (self.value, os.path.realpath(self.value))
-        call = python_call(process)
+        call = call or python_call(process)
         if call is None or call.args[: len(self.args)] != self.args:
             return False
         if self.kind == "module":
@@ -166,6 +168,8 @@ class Pattern:
 
     def _matches_title(self, process: Process) -> bool:
         argv = process.argv
+        if not process.comm.startswith(self._head) and not (argv and argv[0].lstrip().startswith(self._head)):
+            return False
         if argv and self._full.fullmatch(argv[0].strip()):
             return True
         comm = process.comm
@@ -251,4 +255,9 @@ def parse_match(entries: t.Iterable[t.Any]) -> list[Pattern]:
 
 def first_match(patterns: t.Iterable[Pattern], process: Process) -> Pattern | None:
     """The first pattern that the process matches."""
-    return next((pattern for pattern in patterns if pattern.matches(process)), None)
+    call = python_call(process)
+    for pattern in patterns:
+        # What is no Python call is none for every pattern.
+        if (call is not None or pattern.kind in ("exe", "title")) and pattern.matches(process, call):
+            return pattern
+    return None

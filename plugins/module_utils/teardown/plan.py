@@ -108,6 +108,8 @@ class Extras:
 
     ports: tuple[PortState, ...] = ()
     units: t.Mapping[UnitKey, UnitState] = dataclasses.field(default_factory=dict)
+    #: By pid, of the processes of the same survey that were compared with the patterns: the one that it matches.
+    matches: t.Mapping[int, Pattern | None] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -174,6 +176,7 @@ class _Planner:
         }
         self.own = set(survey.own_pids)
         self._instances: dict[int, str | None] = {}
+        self.matches: dict[int, Pattern | None] = dict(extras.matches)
         self.own_containers = {self.attribution(survey.table[pid]).container for pid in self.own if pid in survey.table}
         self.targets: dict[int, Item] = {}
         self.spared: dict[int, Item] = {}
@@ -212,6 +215,12 @@ class _Planner:
                 name = mark if mark in self.options.instances else None
             self._instances[process.pid] = name
         return self._instances[process.pid]
+
+    def match(self, process: Process) -> Pattern | None:
+        """The pattern that a process matches."""
+        if process.pid not in self.matches:
+            self.matches[process.pid] = first_match(self.options.match, process)
+        return self.matches[process.pid]
 
     def is_named(self, process: Process) -> bool:
         """Whether a process belongs to an instance that was named."""
@@ -375,7 +384,7 @@ class _Planner:
 
     def matched(self) -> None:
         for process in self.table.values():
-            pattern = first_match(self.options.match, process)
+            pattern = self.match(process)
             if pattern is None:
                 continue
             out = self.never(process) or self.spare_by_gpu(process)
@@ -476,7 +485,7 @@ class _Planner:
             for pid, item in self.targets.items()
             if item.reason in ("match", "listener", "ancestor")
             and self.instance(item.process) is None
-            and (item.reason != "listener" or first_match(self.options.match, item.process) is not None)
+            and (item.reason != "listener" or self.match(item.process) is not None)
         }
         found = {process.pgrp for process in unrecorded_members(self.table.values(), seeds)}
         found.update(group for group in self.memory.groups if self._still_ours(group))
@@ -538,7 +547,7 @@ class _Planner:
         init = self.survey.table.get(1)
         if init is None or init.kernel_thread:
             return
-        pattern = first_match(self.options.match, init)
+        pattern = self.match(init)
         if pattern is not None and self.options.scope != "instances":
             raise CleanslateError(
                 "match: %s names process 1 (%s), which is never signalled. Stop the container or machine that it is, "
@@ -606,15 +615,18 @@ def gather(survey: Survey, options: PlanOptions, systemd: Systemd | None = None,
     that are named or that hold a possible target. Reads only; at most one question to each manager."""
     systemd = systemd or Systemd()
     planner = _Planner(survey, options, Extras(), None)
-    guests = [pid for pid in survey.table if survey.options.containers]
+    guests = [
+        pid for pid, process in survey.table.items() if survey.options.containers and survey.in_containers(process)
+    ]
     ports = look_at_ports(fs or ProcFS(), options.ports, survey.table, guests)
     keys = [UnitKey(record.unit) for record in survey.records if record.name in options.instances and record.unit]
     keys += planner.unit_keys()
     listening = {pid for state in ports for listener in state.listeners for pid in listener.pids}
     for process in planner.table.values():
         pid = process.pid
-        if pid in planner.uses or pid in listening or first_match(options.match, process) is not None:
+        wanted = pid in planner.uses or pid in listening
+        if wanted or (options.scope != "instances" and planner.match(process) is not None):
             key = planner.unit_key(process)
             if key is not None and may_stop(key.name):
                 keys.append(key)
-    return Extras(tuple(ports), systemd.show(keys) if keys else {})
+    return Extras(tuple(ports), systemd.show(keys) if keys else {}, planner.matches)

@@ -167,7 +167,7 @@ class World:
         return out
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     table=tables(),
     scope=some.sampled_from(["match", "all", "instances"]),

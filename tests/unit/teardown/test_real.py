@@ -113,11 +113,17 @@ if child:
 """
 
 
+def heir_of(lab: Holders, holder: subprocess.Popen[bytes]) -> int:
+    """The child of a holder that runs FORK; parent and child speak in any order."""
+    (told,) = {lab.line(holder), lab.line(holder)} - {b"ready"}
+    heir = int(told.split()[1])
+    lab.orphans.add(heir)
+    return heir
+
+
 def test_the_heir_of_a_dead_holder_is_ended_and_nobody_nvml_names(lab: Holders) -> None:
     holder = lab.start(title="trainer", opens=[0], extra=FORK, lines=0)
-    heir = int(lab.line(holder).split()[1])
-    lab.orphans.add(heir)
-    lab.line(holder, b"ready")
+    heir = heir_of(lab, holder)
     holder.kill()
     holder.wait(20)
     lab.nvml = FakeNvml(nvml_gpus(4))
@@ -259,9 +265,7 @@ def test_an_orphan_that_inherited_the_port(lab: Holders) -> None:
     """The server is dead; a worker of its process group still listens and holds nothing."""
     main = lab.start(title="sglang::server", maps=[0], group=True, extra=SERVE + FORK, lines=0)
     port = int(lab.line(main))
-    orphan = int(lab.line(main).split()[1])
-    lab.orphans.add(orphan)
-    lab.line(main, b"ready")
+    orphan = heir_of(lab, main)
     main.kill()
     main.wait(20)
     result = lab.tear_down(scope="match", ports=[port])
