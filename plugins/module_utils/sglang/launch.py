@@ -22,7 +22,7 @@ from ..state.instance import members
 from ..state.record import InstanceRecord, RecordStore
 from . import command as commands
 from . import process_backend, systemd_backend
-from .prepare import Prepared
+from .prepare import Complete, Prepared
 from .runtime import Runtime
 from .systemd_backend import Systemd
 
@@ -72,33 +72,30 @@ def launch(
     """
     fs = fs or ProcFS()
     systemd = systemd or Systemd()
-    declaration, where = prepared.declaration, prepared.where
-    if prepared.findings or prepared.command is None or prepared.account is None or prepared.identity is None:
-        raise CleanslateError(
-            "\n".join(finding.msg for finding in prepared.findings), blocked=[f.row() for f in prepared.findings]
-        )
+    complete = prepared.require()
+    declaration, where = complete.declaration, complete.where
     store = RecordStore(state_dir)
     before = store.load(declaration.name)
     salt = salt_of(before)
-    state = prepared.state(salt)
-    files = _files(prepared, unit_dir)
-    diff = _diff(prepared, before, state, files)
+    state = complete.state(salt)
+    files = _files(complete, unit_dir)
+    diff = _diff(complete, before, state, files)
     if before is not None and still_running(before, state, Runtime(before, state_dir, fs, systemd)):
         return Launched(False, before, [], [])
     if not check_mode:
-        _require_room(prepared, survey, before, fs)
+        _require_room(complete, survey, before, fs)
     record = InstanceRecord(
         name=declaration.name,
         backend=declaration.backend,
         unit=systemd_backend.unit_name(declaration.name) if declaration.backend == "systemd" else "",
         boot_id=fs.boot_id(),
-        gpus=prepared.uuids,
+        gpus=complete.uuids,
         host=declaration.host,
         port=declaration.port,
-        ports=prepared.ports,
+        ports=complete.ports,
         argv_digest=commands.digest(state, environment=False),
         environment_digest=commands.digest(state, environment=True),
-        sglang_version=prepared.identity.version,
+        sglang_version=complete.identity.version,
         launched_at=time.time(),
         simulated=survey.simulated,
         details={
@@ -116,18 +113,18 @@ def launch(
     )
     if check_mode:
         return Launched(True, record, diff, sorted(path for path, _content, _mode in files))
-    _make_folder(prepared)
+    _make_folder(complete)
     # The record comes first: whatever happens from here on, the next run knows that this instance may be there.
     store.save(record)
-    written = [path for path, content, mode in files if _write(prepared, path, content, mode)]
-    if not prepared.command.config:
+    written = [path for path, content, mode in files if _write(complete, path, content, mode)]
+    if not complete.command.config:
         remove(where.config)
     if declaration.backend == "systemd":
         _start_unit(record, systemd, reload=any(path.startswith(unit_dir) for path in written), fs=fs)
     else:
         cgroup = "" if survey.simulated else process_backend.own_cgroup(declaration.name)
         started = process_backend.start(
-            declaration.name, prepared.command.argv, prepared.environment, where, prepared.account, cgroup, fs
+            declaration.name, complete.command.argv, complete.environment, where, complete.account, cgroup, fs
         )
         record.pid, record.start_time, record.pgrp = started.pid, started.start_time, started.pgrp
         record.cgroup = started.cgroup
@@ -136,27 +133,26 @@ def launch(
     return Launched(True, record, diff, written)
 
 
-def _files(prepared: Prepared, unit_dir: str) -> list[tuple[str, str, int]]:
+def _files(complete: Complete, unit_dir: str) -> list[tuple[str, str, int]]:
     """Path, content and mode of everything that is written."""
-    assert prepared.command is not None and prepared.account is not None
-    where, declaration = prepared.where, prepared.declaration
+    where, declaration = complete.where, complete.declaration
     out: list[tuple[str, str, int]] = []
-    if prepared.command.config:
-        out.append((where.config, prepared.command.config_text(), 0o600))
+    if complete.command.config:
+        out.append((where.config, complete.command.config_text(), 0o600))
     if declaration.backend == "systemd":
-        out.append((where.environment, systemd_backend.environment_file(prepared.environment), 0o640))
+        out.append((where.environment, systemd_backend.environment_file(complete.environment), 0o640))
         unit = systemd_backend.unit_text(
-            declaration.name, prepared.command.argv, where, prepared.account, declaration.stop_timeout
+            declaration.name, complete.command.argv, where, complete.account, declaration.stop_timeout
         )
         out.append((systemd_backend.unit_path(declaration.name, unit_dir), unit, 0o644))
     return out
 
 
 def _diff(
-    prepared: Prepared, before: InstanceRecord | None, state: t.Mapping[str, str], files: list[tuple[str, str, int]]
+    complete: Complete, before: InstanceRecord | None, state: t.Mapping[str, str], files: list[tuple[str, str, int]]
 ) -> list[dict[str, str]]:
     old = before.details.get("declared", {}) if before else {}
-    name = prepared.declaration.name
+    name = complete.declaration.name
     out = [
         {
             "before_header": "%s as launched" % name if old else "%s (not launched)" % name,
@@ -179,9 +175,9 @@ def _diff(
     return out
 
 
-def _require_room(prepared: Prepared, survey: Survey, before: InstanceRecord | None, fs: ProcFS) -> None:
+def _require_room(complete: Complete, survey: Survey, before: InstanceRecord | None, fs: ProcFS) -> None:
     """The GPUs and ports must be free now, whatever the plan found earlier."""
-    name = prepared.declaration.name
+    name = complete.declaration.name
     own = {process.pid for process in members(survey.table.values(), before, fs.boot_id())} if before else set()
     wrong: list[str] = []
     if own:
@@ -189,11 +185,11 @@ def _require_room(prepared: Prepared, survey: Survey, before: InstanceRecord | N
             "Instance %s still runs (pid %s). Tear it down first."
             % (name, ", ".join(str(pid) for pid in sorted(own)[:8]))
         )
-    for gpu in prepared.gpus:
+    for gpu in complete.gpus:
         for holding in survey.of_gpu(gpu):
             if holding.counts and holding.process.pid not in own:
                 wrong.append("%s is held by %s." % (gpu.label, describe(holding.process)))
-    for port in look_at_ports(fs, prepared.ports, survey.table):
+    for port in look_at_ports(fs, complete.ports, survey.table):
         for listener in port.listeners:
             if not own.intersection(listener.pids):
                 pids = ", ".join(str(pid) for pid in listener.pids) or "a process out of sight"
@@ -202,19 +198,17 @@ def _require_room(prepared: Prepared, survey: Survey, before: InstanceRecord | N
         raise CleanslateError("\n".join(dict.fromkeys(wrong)), blocked=list(dict.fromkeys(wrong)))
 
 
-def _make_folder(prepared: Prepared) -> None:
-    assert prepared.account is not None
-    folder = prepared.where.folder
+def _make_folder(complete: Complete) -> None:
+    folder = complete.where.folder
     make_dir(os.path.dirname(folder), 0o755)
     make_dir(folder, 0o700)
-    if prepared.account.other:
-        os.chown(folder, prepared.account.uid, prepared.account.gid)
+    if complete.account.other:
+        os.chown(folder, complete.account.uid, complete.account.gid)
 
 
-def _write(prepared: Prepared, path: str, content: str, mode: int) -> bool:
-    assert prepared.account is not None
-    if path == prepared.where.config and prepared.account.other:
-        return write_atomic(path, content.encode("utf-8"), mode, prepared.account.uid, prepared.account.gid)
+def _write(complete: Complete, path: str, content: str, mode: int) -> bool:
+    if path == complete.where.config and complete.account.other:
+        return write_atomic(path, content.encode("utf-8"), mode, complete.account.uid, complete.account.gid)
     return write_atomic(path, content.encode("utf-8"), mode)
 
 
@@ -233,12 +227,6 @@ def _start_unit(record: InstanceRecord, systemd: Systemd, reload: bool, fs: Proc
         found = fs.processes().get(pid)
         if found is not None:
             record.start_time, record.pgrp = found.start_time, found.pgrp
-
-
-def shown_environment(prepared: Prepared) -> dict[str, str]:
-    """The effective environment for people."""
-    assert prepared.command is not None
-    return prepared.command.shown_environment()
 
 
 def shown_nccl(prepared: Prepared) -> dict[str, dict[str, str]]:

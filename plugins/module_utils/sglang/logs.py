@@ -171,7 +171,7 @@ _BARS = (
 STEP = 25
 
 
-def bar(percent: int, width: int = 20) -> str:
+def draw_bar(percent: int, width: int = 20) -> str:
     full = max(0, min(width, percent * width // 100))
     return "[" + "#" * full + "-" * (width - full) + "]"
 
@@ -218,7 +218,7 @@ def progress(lines: t.Iterable[str], state: dict[str, t.Any]) -> list[str]:
                 last = 0
                 drawn.pop(key, None)
             if percent // STEP > last // STEP:
-                text = "%-7s %s %3d%% %d/%d" % (name, bar(percent), percent, done, total)
+                text = "%-7s %s %3d%% %d/%d" % (name, draw_bar(percent), percent, done, total)
                 if key in drawn:
                     out[drawn[key]] = text
                 else:

@@ -64,4 +64,4 @@ def missing_weights(path: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(look(sys.argv[1], sys.argv[2] == "yes")))
+    sys.stdout.write(json.dumps(look(sys.argv[1], sys.argv[2] == "yes")))

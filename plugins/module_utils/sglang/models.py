@@ -27,7 +27,7 @@ def is_local(path: str) -> bool:
 
 def look(path: str, weights: bool, timeout: float) -> dict[str, t.Any] | None:
     """One look by a child (model_look.py); None when it failed. Raises TimeoutError, and leaves the child behind."""
-    child = subprocess.Popen(
+    child = subprocess.Popen(  # pylint: disable=ansible-bad-function
         [sys.executable, "-I", "-c", source_of("model_look"), path, "yes" if weights else "no"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

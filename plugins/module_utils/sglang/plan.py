@@ -83,7 +83,7 @@ class Result:
         if self.verdict in (CONVERGED, UNKNOWN):
             # Nothing will be ended, so nothing is said to be.
             targets, units = [], []
-        shown = prepared.command
+        shown = prepared.complete.command if prepared.complete else None
         return {
             "converged": self.converged,
             "verdict": self.verdict,
@@ -170,22 +170,22 @@ class Planner:
 
     def _ask_sglang(self) -> dict[str, t.Any] | None:
         """The installed SGLang's own opinion; not asked about what is wrong on paper already."""
-        prepared = self.prepared
-        if prepared.command is None or prepared.identity is None:
+        prepared, complete = self.prepared, self.prepared.complete
+        if complete is None:
             return None
-        argv = prepared.command.argv[3:]
-        if prepared.command.config:
+        argv = complete.command.argv[3:]
+        if complete.command.config:
             argv = argv[:-2]
         paths = [self.declaration.model_path, str(self.declaration.speculative.get("draft_model_path") or "")]
         try:
             answer = resolver.resolve(
-                prepared.identity,
-                prepared.environment,
+                complete.identity,
+                complete.environment,
                 argv,
-                prepared.command.config,
+                complete.command.config,
                 [path for path in paths if models.is_local(path)],
                 cache_dir(self.state_dir) if self.write_cache else None,
-                prepared.command.secrets,
+                complete.command.secrets,
             )
         except CleanslateError as error:
             self.blocked.append(Finding("sglang", error.message, variable("python")))
@@ -342,11 +342,11 @@ class Planner:
     # -- the verdict ----------------------------------------------------------------------------------------------
 
     def _changes(self) -> list[dict[str, t.Any]]:
-        if self.record is None or self.prepared.command is None or self.prepared.identity is None:
+        if self.record is None or self.prepared.complete is None:
             return []
         before = self.record.details.get("declared")
         salt = salt_of(self.record)
-        return command.changes(before if isinstance(before, dict) else {}, self.prepared.state(salt))
+        return command.changes(before if isinstance(before, dict) else {}, self.prepared.complete.state(salt))
 
     def _judge(self, plan: Plan | None, changes: list[dict[str, t.Any]]) -> tuple[list[dict[str, str]], str]:
         def reason(code: str, msg: str) -> dict[str, str]:

@@ -29,8 +29,41 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PORT_ARGUMENTS = ("nccl_port", "grpc_port", "gated_launch_port", "smg_http_sidecar_port", "engine_info_bootstrap_port")
 
 
+@dataclasses.dataclass(frozen=True)
+class Complete:
+    """Everything that a launch needs, known."""
+
+    declaration: Declaration
+    nccl: Effective
+    where: Paths
+    gpus: list[Gpu]
+    account: Account
+    identity: resolver.Identity
+    command: Command
+
+    @property
+    def uuids(self) -> list[str]:
+        return [gpu.uuid for gpu in self.gpus]
+
+    @property
+    def ports(self) -> list[int]:
+        return fixed_ports(self.declaration)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The whole environment of the server."""
+        base = base_environment(self.identity.python, self.account.home, self.account.name)
+        return dict(base, **self.command.environment)
+
+    def state(self, salt: str) -> dict[str, str]:
+        """What the record keeps to tell a changed declaration."""
+        return declared_state(self.declaration, self.command, self.identity.version, salt)
+
+
 @dataclasses.dataclass
 class Prepared:
+    """What is known so far, and what is wrong."""
+
     declaration: Declaration
     checked: Checked
     where: Paths
@@ -39,48 +72,42 @@ class Prepared:
     account: Account | None = None
     identity: resolver.Identity | None = None
     gpus: list[Gpu] = dataclasses.field(default_factory=list)
-    command: Command | None = None
+    #: None when it cannot be known: no Python, no account, no such GPU.
+    complete: Complete | None = None
 
     @property
     def nccl(self) -> Effective:
         return self.checked.nccl
 
     @property
-    def uuids(self) -> list[str]:
-        return [gpu.uuid for gpu in self.gpus]
-
-    @property
     def ports(self) -> list[int]:
-        """Every fixed port, the HTTP port first."""
-        found = [self.declaration.port]
-        for name in PORT_ARGUMENTS:
-            value = self.declaration.args.get(name)
-            if isinstance(value, int) and not isinstance(value, bool):
-                found.append(value)
-        address = str(self.declaration.args.get("dist_init_addr") or "")
-        if not self.declaration.args.get("node_rank") and address.rpartition(":")[2].isdigit():
-            found.append(int(address.rpartition(":")[2]))
-        return list(dict.fromkeys(found))
+        return fixed_ports(self.declaration)
 
-    @property
-    def base(self) -> dict[str, str]:
-        assert self.identity is not None and self.account is not None
-        return base_environment(self.identity.python, self.account.home, self.account.name)
+    def require(self) -> Complete:
+        """All of it. Raises CleanslateError with every finding at once."""
+        if self.complete is None or self.findings:
+            raise CleanslateError(
+                "\n".join(finding.msg for finding in self.findings) or "The GPUs' UUIDs are not known.",
+                blocked=[finding.row() for finding in self.findings],
+            )
+        return self.complete
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """The whole environment of the server."""
-        assert self.command is not None
-        return dict(self.base, **self.command.environment)
 
-    def state(self, salt: str) -> dict[str, str]:
-        """What the record keeps to tell a changed declaration."""
-        assert self.command is not None and self.identity is not None
-        return declared_state(self.declaration, self.command, self.identity.version, salt)
+def fixed_ports(declaration: Declaration) -> list[int]:
+    """Every port that is declared, the HTTP port first."""
+    found = [declaration.port]
+    for name in PORT_ARGUMENTS:
+        value = declaration.args.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            found.append(value)
+    address = str(declaration.args.get("dist_init_addr") or "")
+    if not declaration.args.get("node_rank") and address.rpartition(":")[2].isdigit():
+        found.append(int(address.rpartition(":")[2]))
+    return list(dict.fromkeys(found))
 
 
 def prepare(declaration: Declaration, state_dir: str, survey: Survey) -> Prepared:
-    """Work it all out. C(command) is None when it cannot be known (no Python, no account, no such GPU)."""
+    """Work it all out, as far as it goes."""
     checked = check(declaration)
     out = Prepared(declaration, checked, paths(state_dir, declaration.name), list(checked.errors), list(checked.notes))
     out.gpus = choose_gpus(declaration, survey, out.findings, out.notes)
@@ -96,8 +123,11 @@ def prepare(declaration: Declaration, state_dir: str, survey: Survey) -> Prepare
         out.identity = resolver.find(declaration.python, search, search.get("PATH", PATH) + ":" + PATH)
     except CleanslateError as error:
         out.findings.append(Finding("python", error.message, variable("python")))
-    if out.identity is not None and out.account is not None and out.gpus and all(out.uuids):
-        out.command = build(declaration, out.identity.python, out.uuids, checked.nccl.values, out.where.config)
+    if out.identity is None or out.account is None or not out.gpus or not all(gpu.uuid for gpu in out.gpus):
+        return out
+    uuids = [gpu.uuid for gpu in out.gpus]
+    made = build(declaration, out.identity.python, uuids, checked.nccl.values, out.where.config)
+    out.complete = Complete(declaration, checked.nccl, out.where, out.gpus, out.account, out.identity, made)
     return out
 
 

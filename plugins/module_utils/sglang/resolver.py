@@ -66,7 +66,7 @@ def ask(
     # No GPU is touched, nothing is fetched, nothing is written beside the package.
     env.update(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", PYTHONDONTWRITEBYTECODE="1")
     try:
-        child = subprocess.Popen(
+        child = subprocess.Popen(  # pylint: disable=ansible-bad-function
             [python, "-c", source_of("probe")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

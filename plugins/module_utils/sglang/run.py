@@ -77,7 +77,7 @@ def launch_server(declaration: Declaration, params: t.Mapping[str, t.Any], check
         survey = _survey(params)
         prepared = prepare(declaration, params["state_dir"], survey)
         done = launch(prepared, survey, params["state_dir"], check_mode)
-    assert prepared.command is not None
+    command = prepared.require().command
     record = done.record
     log = "journalctl --unit %s" % record.unit if record.unit else prepared.where.log
     if not done.changed:
@@ -94,8 +94,8 @@ def launch_server(declaration: Declaration, params: t.Mapping[str, t.Any], check
         "backend": record.backend,
         "unit": record.unit,
         "log": log,
-        "argv": prepared.command.shown_argv(),
-        "environment": prepared.command.shown_environment(),
+        "argv": command.shown_argv(),
+        "environment": command.shown_environment(),
         "nccl": shown_nccl(prepared),
         "written": done.written,
         "simulated": record.simulated,

@@ -54,7 +54,7 @@ def start(order: dict[str, t.Any]) -> subprocess.Popen[bytes]:
         os.fchown(log, order["uid"], order["gid"])
         identity = {"user": order["uid"], "group": order["gid"], "extra_groups": order["groups"]}
     try:
-        return subprocess.Popen(
+        return subprocess.Popen(  # pylint: disable=ansible-bad-function
             order["argv"],
             env=order["environment"],
             cwd=order["cwd"],
@@ -85,9 +85,11 @@ def main() -> int:
     try:
         server = start(order)
     except OSError as error:
-        print(json.dumps({"error": "%s: %s" % (error.filename or order["argv"][0], os.strerror(error.errno or 0))}))
+        sys.stdout.write(
+            json.dumps({"error": "%s: %s" % (error.filename or order["argv"][0], os.strerror(error.errno or 0))})
+        )
         return 1
-    print(json.dumps({"pid": server.pid}))
+    sys.stdout.write(json.dumps({"pid": server.pid}) + "\n")
     sys.stdout.flush()
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -115,4 +117,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main())  # pylint: disable=ansible-bad-function

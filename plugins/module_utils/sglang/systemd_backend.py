@@ -122,7 +122,7 @@ class Systemd:
     def run(self, *words: str, timeout: float = COMMAND_TIMEOUT) -> str:
         """Output of one command. Raises CleanslateError with what it said when it fails."""
         try:
-            done = subprocess.run(
+            done = subprocess.run(  # pylint: disable=ansible-bad-function
                 words,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,

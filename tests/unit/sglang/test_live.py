@@ -282,7 +282,7 @@ def test_a_key_that_is_wrong(node):
 def test_a_program_that_cannot_be_run(node):
     survey = node.survey()
     prepared = prepare.prepare(node.declaration(), node.state, survey)
-    prepared.command.argv[0] = "/nowhere/python"
+    prepared.complete.command.argv[0] = "/nowhere/python"
     with pytest.raises(CleanslateError, match="/nowhere/python"):
         launch.launch(prepared, survey, node.state, fs=node.fs)
     # The record says that a launch was tried; the next plan finds nothing running.

@@ -15,7 +15,8 @@ LOGS = Path(__file__).parent / "logs"
 
 
 def lines(name):
-    return logs.split_lines((LOGS / name).read_bytes().decode())
+    """The lines of a log, in which a carriage return is written as a backslash and an r."""
+    return logs.split_lines((LOGS / name).read_text(encoding="utf-8").replace("\\r", "\r"))
 
 
 def test_the_whole_start_of_a_real_server_is_told_once_and_in_order():

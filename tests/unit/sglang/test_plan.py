@@ -116,12 +116,12 @@ class Node:
             start_time=1000 + MAIN,
             pgrp=MAIN,
             boot_id=BOOT,
-            gpus=prepared.uuids,
+            gpus=prepared.complete.uuids,
             port=declaration.port,
             ports=[declaration.port],
             ready_at=1.0 if ready else 0.0,
             simulated=True,
-            details={"declared": prepared.state("salt"), "salt": "salt", "schedulers": 2},
+            details={"declared": prepared.complete.state("salt"), "salt": "salt", "schedulers": 2},
         )
         RecordStore(str(self.state)).save(record)
         return record
