@@ -70,7 +70,11 @@ class Attribution:
 
 
 def parse_cgroups(raw: bytes) -> list[str]:
-    """The paths of all hierarchies in the text of C(/proc/P/cgroup), systemd's and the unified one first."""
+    """The paths of all hierarchies in the text of C(/proc/P/cgroup), systemd's and the unified one first.
+
+    Of these two the one that says something comes first: a container of version 2 on a machine that has both sees
+    C(9:name=systemd:/) before C(0::/system.slice/x.service).
+    """
     first: list[str] = []
     rest: list[str] = []
     for line in raw.decode("utf-8", "surrogateescape").split("\n"):
@@ -79,6 +83,7 @@ def parse_cgroups(raw: bytes) -> list[str]:
         if not sep or not hierarchy.isdigit():
             continue
         (first if controllers in ("", "name=systemd") else rest).append(path)
+    first.sort(key=lambda path: path in ("", "/"))
     return first + rest
 
 

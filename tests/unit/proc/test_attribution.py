@@ -83,6 +83,12 @@ def test_slurm_of_version_1_is_found_in_any_hierarchy() -> None:
     assert container_of(parse_cgroups(raw))[:2] == ("slurm", "5")
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_unused_hierarchy_of_version_1_hides_no_unit(order: int) -> None:
+    lines = [b"9:name=systemd:/", b"8:pids:/", b"0::/system.slice/sglang.service"][::order]
+    assert units_of(container_of(parse_cgroups(b"\n".join(lines)))[2]) == ("sglang.service", "", None)
+
+
 def test_users_of_a_container_are_numbers(tmp_path: Path) -> None:
     tree = ProcTree(tmp_path)
     tree.add(2, uid=100000, cgroup="/lxc/130/ns/init.scope")
