@@ -131,7 +131,7 @@ killed:
       signal: TERM
       seconds: 0.21
 spared:
-  description: Who holds a GPU, matches or listens, and was spared, with RV(spared[].reason).
+  description: Who holds a GPU, matches or listens, and was spared, with C(reason).
   returned: always
   type: list
   elements: dict

@@ -96,7 +96,7 @@ removed:
       size: 25165824
       owner: sglang
 kept:
-  description: What is or looks like residue and was kept, with RV(kept[].reason) and RV(kept[].detail).
+  description: What is or looks like residue and was kept, with C(reason) and C(detail).
   returned: always
   type: list
   elements: dict
