@@ -68,7 +68,7 @@ class Entry:
 
     def outcome(self, returncode: int, stdout: bytes, stderr: bytes) -> Outcome:
         """What the end of ssh means: its code and its output, as bytes. A terminal mixes stderr into stdout."""
-        report = re.compile(re.escape(self.token.encode()) + rb" (\d+)\r?\n")
+        report = re.compile(re.escape(self.token.encode()) + rb" (\d+)\r*\n")  # each terminal on the way adds a \r
         for output in (stderr, stdout):
             found = list(report.finditer(output))
             if found:

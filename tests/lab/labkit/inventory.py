@@ -80,7 +80,7 @@ def shell_quoted(options: str) -> str:
 
 
 def folder(place: Place) -> Path:
-    """inventories/lab for the checkout's own lab; a lab elsewhere (CLEANSLATE_LAB_DIR) keeps its inventory to itself."""
+    """inventories/lab for the checkout's own lab; one elsewhere (CLEANSLATE_LAB_DIR) keeps its inventory to itself."""
     own = place.folder == (CHECKOUT / "build" / "lab").resolve()
     return CHECKOUT / "inventories" / "lab" if own else place.folder / "inventory"
 

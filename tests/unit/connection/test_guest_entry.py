@@ -95,7 +95,7 @@ def test_what_a_background_process_says_later_is_kept(entry: PctExec) -> None:
 
 
 def test_a_terminal_brings_the_report_on_stdout(entry: PctExec) -> None:
-    outcome = entry.outcome(0, f"out\r\n{entry.token} 4\r\n".encode(), b"Shared connection closed.\r\n")
+    outcome = entry.outcome(0, f"out\r\n{entry.token} 4\r\r\n".encode(), b"Shared connection closed.\r\n")
     assert (outcome.returncode, outcome.stdout) == (4, b"out\r\n")
 
 
