@@ -21,6 +21,12 @@ options:
       - Name of the server, of its record, its unit and its files.
     type: str
     required: true
+  rollback:
+    description:
+      - Start the last declaration of this server that became ready instead of O(declaration), of which only the secrets
+        are taken. Where there is none nothing is started, and RV(rolled_back) is false.
+    type: bool
+    default: false
 extends_documentation_fragment:
   - cleanslate.inference.declaration
   - cleanslate.inference.scan
@@ -85,6 +91,10 @@ environment:
   description: What the declaration adds to the environment, secrets hidden.
   returned: success
   type: dict
+rolled_back:
+  description: Whether an earlier declaration was started.
+  returned: success
+  type: bool
 written:
   description: Files that were written.
   returned: success
@@ -118,6 +128,7 @@ ARGUMENT_SPEC: dict[str, Any] = dict(
     **PATHS_SPEC,
     instance={"type": "str", "required": True},
     declaration={"type": "dict", "required": True, "options": DECLARATION_SPEC},
+    rollback={"type": "bool", "default": False},
 )
 
 

@@ -143,6 +143,23 @@ class Declaration:
         """Whether it answers /encode instead of /generate."""
         return bool(self.args.get("is_embedding"))
 
+    def public(self) -> dict[str, t.Any]:
+        """All of it but the secrets, to be kept and brought back (with_public)."""
+        out = dataclasses.asdict(self)
+        for field in ("name", "api_key", "admin_api_key"):
+            del out[field]
+        out["environment"] = {k: v for k, v in self.environment.items() if not is_secret_name(str(k))}
+        out["args"] = {k: v for k, v in self.args.items() if not (is_secret_name(str(k)) and isinstance(v, str))}
+        return out
+
+    def with_public(self, public: t.Mapping[str, t.Any]) -> Declaration:
+        """An earlier declaration with this one's secrets: a key that was changed stays changed."""
+        earlier = Declaration.from_params(self.name, public)
+        earlier.api_key, earlier.admin_api_key = self.api_key, self.admin_api_key
+        for kept, now in ((earlier.environment, self.environment), (earlier.args, self.args)):
+            kept.update({k: v for k, v in now.items() if is_secret_name(str(k)) and isinstance(v, str)})
+        return earlier
+
     def secrets(self) -> list[str]:
         """Every value that must never be shown. What is shorter than SHORTEST_SECRET guards nothing, and hiding it
         wherever it occurs would make everything unreadable."""

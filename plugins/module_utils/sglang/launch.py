@@ -22,13 +22,15 @@ from ..state.instance import members
 from ..state.record import InstanceRecord, RecordStore
 from . import command as commands
 from . import process_backend, systemd_backend
+from .declaration import Declaration
 from .prepare import Complete, Prepared
 from .runtime import Runtime
 from .systemd_backend import Systemd
 
 #: What a record's C(details) keep that other modules read.
 #: declared: flat state (command.declared_state); arguments: typed, without secrets; salt; schedulers; supervisor;
-#: skips_tokenizer, embeds, tls; launched_boottime; stall_timeout, ready_timeout; invocation (systemd); workers.
+#: skips_tokenizer, embeds, tls; launched_boottime; stall_timeout, ready_timeout; invocation (systemd); workers;
+#: declaration and last_ready: this launch's, and that of the last launch that became ready, without secrets.
 
 
 class Launched(t.NamedTuple):
@@ -42,6 +44,13 @@ class Launched(t.NamedTuple):
 def salt_of(record: InstanceRecord | None) -> str:
     """The key of fingerprints: the record's own, so that they stay comparable, or a new one."""
     return str(record.details.get("salt", "")) if record and record.details.get("salt") else random.token_hex(16)
+
+
+def last_ready(state_dir: str, declaration: Declaration) -> Declaration | None:
+    """The last declaration that became ready, with the secrets of C(declaration); None when there was none."""
+    record = RecordStore(state_dir).load(declaration.name)
+    public = record.details.get("last_ready") if record else None
+    return declaration.with_public(public) if isinstance(public, dict) else None
 
 
 def readable(state: t.Mapping[str, str]) -> str:
@@ -109,6 +118,8 @@ def launch(
             "stall_timeout": declaration.stall_timeout,
             "ready_timeout": declaration.ready_timeout,
             "launched_boottime": time.clock_gettime(time.CLOCK_BOOTTIME),
+            "declaration": declaration.public(),
+            "last_ready": before.details.get("last_ready") if before else None,
         },
     )
     if check_mode:

@@ -117,6 +117,7 @@ def remember(runtime: Runtime, state_dir: str) -> None:
     """Note in the record that the instance became ready, and with which processes."""
     own = runtime.members()
     runtime.record.ready_at = time.time()
+    runtime.record.details["last_ready"] = runtime.details.get("declaration")
     runtime.record.details["workers"] = [
         {"pid": p.pid, "start_time": p.start_time, "role": role_of(p, runtime.record.pid, runtime.supervisor).label}
         for p in own

@@ -16,7 +16,7 @@ from ..state.lease import Lease
 from ..state.record import RecordStore
 from . import proof, ready
 from .declaration import Declaration
-from .launch import launch, readable, salt_of, shown_nccl
+from .launch import last_ready, launch, readable, salt_of, shown_nccl
 from .plan import RESET, Planner, Result
 from .prepare import prepare
 from .runtime import Runtime, load
@@ -69,6 +69,12 @@ def launch_server(declaration: Declaration, params: t.Mapping[str, t.Any], check
     """Module server_launch."""
     require_kernel()
     lease = Lease(params["run_dir"], params["lease"])
+    if params["rollback"]:
+        earlier = last_ready(params["state_dir"], declaration)
+        if earlier is None:
+            said = "No declaration of %s has ever become ready, so there is none to go back to." % declaration.name
+            return {"changed": False, "instance": declaration.name, "rolled_back": False, "msg": said}
+        declaration = earlier
     with contextlib.ExitStack() as stack:
         if check_mode:
             lease.check()
@@ -99,6 +105,7 @@ def launch_server(declaration: Declaration, params: t.Mapping[str, t.Any], check
         "nccl": shown_nccl(prepared),
         "written": done.written,
         "simulated": record.simulated,
+        "rolled_back": bool(params["rollback"]),
         "diff": done.diff,
         "msg": said,
     }

@@ -271,6 +271,26 @@ def test_a_start_that_fails_is_told_at_once_with_the_reason(node, fail_at, cause
     assert node.plan(environment={"STANDIN_FAIL_AT": fail_at}).reasons[0]["code"] in ("dead", "never_ready")
 
 
+def test_what_was_ready_last_can_be_brought_back(node):
+    """Not what was launched last; and with the keys of today."""
+    assert launch.last_ready(node.state, node.declaration()) is None
+    node.launch(environment={"HF_TOKEN": "old-token"})
+    assert node.wait()["state"] == "ready"
+    node.end()
+    node.launch(environment={"STANDIN_FAIL_AT": "weight:oom", "HF_TOKEN": "new-token"}, tp_size=1)
+    assert node.wait()["state"] == "failed"
+
+    today = node.declaration(api_key="key-of-today", tp_size=1, environment={"HF_TOKEN": "new-token"})
+    earlier = launch.last_ready(node.state, today)
+    assert earlier.tp_size == 2
+    assert "STANDIN_FAIL_AT" not in earlier.environment
+    assert earlier.api_key == "key-of-today"
+    assert earlier.environment["HF_TOKEN"] == "new-token"
+    record = (Path(node.state) / "instances/main.json").read_text()
+    assert "old-token" not in record
+    assert KEY not in record
+
+
 def test_a_key_that_is_wrong(node):
     node.launch()
     assert node.wait()["state"] == "ready"
