@@ -23,7 +23,7 @@ from .diagnosis import diagnose
 from .mps import Mps
 from .plan import Item, Memory, Plan, UnitStop
 from .reader import Reader
-from .restarter import name_restarter
+from .restarter import may_restart, name_restarter
 from .units import StopJob, Systemd
 
 #: Longest wait without asking whether anybody still reads.
@@ -31,6 +31,8 @@ _SLICE = 0.5
 #: First pause before a KILL is repeated; each next one is twice as long, up to the last.
 _FIRST_PAUSE = 0.5
 _LAST_PAUSE = 8.0
+#: How long a parent that may start its children again is watched after they have ended.
+_LINGER = 0.5
 #: How often a restarter may put a new process in place of the ended before we give up on it.
 _GENERATIONS = 3
 
@@ -121,6 +123,8 @@ class _Ender:
         self.mps = mps
         self.live: dict[Identity, _Live] = {}
         self.known: set[Identity] = set()
+        #: Living parents of targets that are no targets and may start them again.
+        self.parents: set[Identity] = set()
         self.units: set[str] = set()
         self.memory = Memory()
         self.outcome = Outcome()
@@ -137,6 +141,7 @@ class _Ender:
         self.memory.add(plan)
         _raise_file_limit(len(self.live) + len(plan.targets))
         fresh: list[_Live] = []
+        targets = plan.target_pids
         for item in plan.targets:
             identity = item.identity
             if identity in self.known:
@@ -153,6 +158,10 @@ class _Ender:
                     )
                 continue
             fresh.append(_Live(item, handle, row))
+            parent = plan.survey.table.get(item.process.ppid)
+            bystander = parent is not None and parent.pid > 1 and parent.pid not in targets | plan.survey.own_pids
+            if parent is not None and bystander and may_restart(parent):
+                self.parents.add(Identity(parent.pid, parent.start_time))
         # Before anything is signalled: may all of it be?
         for live in fresh:
             self.live[live.item.identity] = live
@@ -289,10 +298,26 @@ class _Ender:
             due = min([live.due for live in self.live.values() if live.due is not None] + [look_again])
             self.reap(min(_SLICE, self.left, max(0.0, due - now)))
 
+    def successors(self) -> Plan | None:
+        """All have ended. The plan of those that came since, None when there are none.
+
+        A living parent that may start them again is given the moment that it needs.
+        """
+        until = self.clock.now() + _LINGER
+        while True:
+            plan = self.rescan(self.memory)
+            if self.admit(plan):
+                return plan
+            # Only such parents are waited for, and only as long as there is one.
+            if not any(self.kernel.look(parent) for parent in self.parents) or self.clock.now() >= until:
+                return None
+            self.reader.check()
+            self.clock.pause(_LINGER / 5)
+
     def another_generation(self) -> bool:
         """All have ended: is there anybody new? Returns whether there is more to do."""
-        plan = self.rescan(self.memory)
-        if not self.admit(plan):
+        plan = self.successors()
+        if plan is None:
             return False
         self.generation += 1
         if self.generation >= _GENERATIONS:

@@ -119,11 +119,36 @@ class Memory:
     #: Every target so far, and why.
     reasons: dict[Identity, str] = dataclasses.field(default_factory=dict)
     groups: set[int] = dataclasses.field(default_factory=set)
+    #: What each target's parent had started: a later child of the same parent with the same orders is its successor.
+    orders: set[tuple[t.Any, ...]] = dataclasses.field(default_factory=set)
+    #: Start time of the youngest process at the first look: whoever is younger came since.
+    youngest: int | None = None
 
     def add(self, plan: Plan) -> None:
+        table = plan.survey.table
+        if self.youngest is None:
+            self.youngest = max((process.start_time for process in table.values()), default=0)
         for item in plan.targets:
             self.reasons.setdefault(item.identity, item.reason)
+            order = _order(item.process, table)
+            if order is not None:
+                self.orders.add(order)
         self.groups.update(plan.groups)
+
+    def succeeds(self, process: Process, table: t.Mapping[int, Process]) -> bool:
+        """Whether a process was started since, by the parent and with the orders of an earlier target."""
+        if not self.orders or self.youngest is None or process.start_time <= self.youngest:
+            return False
+        return _order(process, table) in self.orders
+
+
+def _order(process: Process, table: t.Mapping[int, Process]) -> tuple[t.Any, ...] | None:
+    """By whom a process was started, as what, for which GPUs; None when process 1 or nobody in sight has it."""
+    parent = table.get(process.ppid)
+    if parent is None or parent.pid <= 1 or not process.argv:
+        return None
+    visible = (process.environ or {}).get("CUDA_VISIBLE_DEVICES")
+    return parent.pid, parent.start_time, tuple(process.argv), visible
 
 
 @dataclasses.dataclass
@@ -561,6 +586,8 @@ class _Planner:
             reason = self.memory.reasons.get(Identity(process.pid, process.start_time))
             if reason is not None:
                 self.take(process, reason)
+            elif self.memory.succeeds(process, self.survey.table) and self.spare_by_gpu(process) is None:
+                self.take(process, "respawned", "process %d started it again" % process.ppid)
 
     def plan(self) -> Plan:
         self.check_init()

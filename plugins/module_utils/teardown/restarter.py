@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import re
 import typing as t
 
 from ..common.text import command_line, show
@@ -50,6 +51,22 @@ def _supervisor(process: Process, child: Process, container_id: str) -> Restarte
         return Restarter(name, "its own stop command, or kill %d" % process.pid)
     del child
     return None
+
+
+#: What carries sessions, and starts nothing anew.
+_CARRIERS = re.compile(r"sshd.*|tmux.*|screen|SCREEN|login|su|sudo|doas|systemd|\(sd-pam\)|init|tini|dumb-init")
+_SHELLS = re.compile(r"(?:ba|da|z|k|mk|c|tc|fi)?sh")
+
+
+def may_restart(process: Process) -> bool:
+    """Whether a living parent may start an ended child anew: not what carries sessions, nor a shell in which somebody
+    types."""
+    if _CARRIERS.fullmatch(process.comm):
+        return False
+    words = process.argv
+    if words and _SHELLS.fullmatch(os.path.basename(words[0].lstrip("-"))):
+        return any(not word.startswith("-") for word in words[1:])
+    return True
 
 
 def name_restarter(process: Process, plan: Plan) -> Restarter | None:

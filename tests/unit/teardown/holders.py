@@ -109,9 +109,10 @@ class Holders:
 
     def pids(self) -> list[int]:
         """Those started here and all below them, whatever their parent is by now."""
-        fs = ProcFS()
-        table = fs.processes()
+        table = ProcFS().processes()
         mine = {process.pid for process in self.started} | self.orphans
+        # Orphans of a holder that leads a session of its own.
+        mine |= {process.pid for process in table.values() if process.session in mine}
         return sorted(mine | descendants(table, mine))
 
     def surveyor(self, options: SurveyOptions) -> Surveyor:
@@ -137,7 +138,7 @@ class Holders:
         return tear_down(self.params(**params), check, Seams(surveyor=self.surveyor, reader=QuietReader()))
 
     def close(self) -> None:
-        for pid in self.orphans:
+        for pid in self.orphans | set(self.pids()) - {process.pid for process in self.started}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for process in self.started:

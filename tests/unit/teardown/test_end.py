@@ -175,6 +175,70 @@ def test_a_restarter_is_named_with_the_command_that_stops_it(scene: Scene) -> No
     assert outcome.elapsed < 10
 
 
+def later(scene: Scene, seconds: float, what: Any) -> None:
+    """Something happens while the test's clock stands still for somebody who waits."""
+    pause, due = scene.clock.pause, scene.clock.now() + seconds
+
+    def passing(wait: float) -> None:
+        pause(wait)
+        if scene.clock.now() >= due and scene.clock.pause is passing:
+            scene.clock.pause = pause  # type: ignore[method-assign]
+            what()
+
+    scene.clock.pause = passing  # type: ignore[method-assign]
+
+
+def test_a_successor_that_takes_a_moment_and_holds_nothing_yet_is_caught(scene: Scene) -> None:
+    scene.tree.add(400, comm="bash", argv=["bash", "run.sh"])
+    words = ["python3", "serve.py"]
+    scene.tree.add(500, argv=words, ppid=400, maps=[scene.tree.gpu(0)])
+    later(scene, 0.3, lambda: scene.tree.add(501, argv=words, ppid=400, start_time=9000))
+    outcome = scene.end(scope="all")
+    assert [(row["pid"], row["reason"]) for row in outcome.killed] == [(500, "holder"), (501, "respawned")]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"argv": ["python3", "clean-up.py"]},
+        {"ppid": 1},
+        {"start_time": 1400},
+        {"environ": {"CUDA_VISIBLE_DEVICES": "1"}},
+    ],
+    ids=["another command", "another parent", "older", "another GPU"],
+)
+def test_who_is_no_successor_lives(scene: Scene, other: dict[str, Any]) -> None:
+    scene.tree.add(400, comm="bash", argv=["bash", "run.sh"])
+    words = ["python3", "serve.py"]
+    scene.tree.add(500, argv=words, ppid=400, maps=[scene.tree.gpu(0)])
+    later(scene, 0.3, lambda: scene.tree.add(501, **{"argv": words, "ppid": 400, "start_time": 9000, **other}))
+    scene.end(scope="all")
+    assert scene.kernel.signalled == {500}
+
+
+@pytest.mark.parametrize(
+    ("comm", "argv", "waits"),
+    [
+        ("bash", ["-bash"], False),
+        ("bash", ["bash", "-i"], False),
+        ("zsh", ["zsh"], False),
+        ("sshd", ["sshd: root@pts/0"], False),
+        ("tmux: server", ["tmux", "new"], False),
+        ("systemd", ["/usr/lib/systemd/systemd", "--user"], False),
+        ("bash", ["bash", "run.sh"], True),
+        ("sh", ["sh", "-c", "while :; do server; done"], True),
+        ("python3", ["python3", "launch_all.py"], True),
+        ("supervisord", ["supervisord"], True),
+    ],
+)
+def test_only_a_parent_that_may_start_again_is_waited_for(
+    scene: Scene, comm: str, argv: list[str], waits: bool
+) -> None:
+    scene.tree.add(400, comm=comm, argv=argv)
+    holder(scene, 500, ppid=400)
+    assert (scene.end().elapsed > 0.3) is waits
+
+
 @pytest.mark.parametrize(
     ("comm", "argv", "command"),
     [

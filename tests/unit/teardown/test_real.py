@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
+from ansible_collections.cleanslate.inference.plugins.module_utils.common.errors import CleanslateError
 from ansible_collections.cleanslate.inference.plugins.module_utils.proc.table import ProcFS, ancestors
+from ansible_collections.cleanslate.inference.plugins.module_utils.state.lease import Lease, LeaseHeld
 
 from ..proctree import FakeNvml, nvml_gpus
 from .holders import HOLD, Holders, holders, pids_of, reasons_of, wait_for
@@ -327,6 +329,94 @@ def test_a_parent_that_goes_stops_it_before_the_next_signal(lab: Holders) -> Non
     assert "signals nothing further" in report["msg"]
     with pytest.raises(subprocess.TimeoutExpired):
         target.wait(1.5)
+
+
+# -- those that come again ----------------------------------------------------------------------------------------
+
+
+HYDRA = """
+def again(*_):
+    if os.fork():
+        os._exit(0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.signal(signal.SIGTERM, again)
+"""
+
+
+def test_a_successor_forked_on_term_is_caught(lab: Holders) -> None:
+    first = lab.start(title="sglang::scheduler", maps=[0], extra=HYDRA, group=True)
+    result = lab.tear_down(scope="match")
+    assert first.wait(20) == 0
+    killed = pids_of(result["killed"])
+    assert first.pid in killed
+    assert len(killed) == 2
+    assert not any(alive(pid) for pid in killed)
+
+
+def test_a_shell_loop_is_named_with_its_stop_command(lab: Holders) -> None:
+    loop = lab.folder / "run-forever.sh"
+    loop.write_text('while :; do "$@"; done\n', encoding="utf-8")
+    holder = ["bash", "-c", 'exec -a "$0" "$@"', "sglang::scheduler", sys.executable, "-c", HOLD % ""]
+    shell = subprocess.Popen(
+        ["bash", str(loop), *holder, lab.node(0), ""], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    )
+    lab.started.append(shell)
+    lab.line(shell, b"ready")
+    with pytest.raises(CleanslateError) as caught:
+        lab.tear_down(scope="match")
+    assert caught.value.details["reason"] == "respawned"
+    assert "kill %d" % shell.pid in caught.value.message
+    assert "run-forever.sh" in caught.value.message
+    assert shell.poll() is None
+    row = caught.value.details["survivors"][0]
+    assert (row["reason"], row["stop_command"]) == ("respawned", "kill %d" % shell.pid)
+
+
+# -- the node -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_another_runs_lease_refuses_it(lab: Holders, check: bool) -> None:
+    target = lab.start(title="sglang::scheduler", maps=[0])
+    with Lease(str(lab.folder / "run"), "eve@elsewhere:1").held():
+        pass
+    with pytest.raises(LeaseHeld, match="eve@elsewhere:1"):
+        lab.tear_down(check=check, scope="match", lease="bob@here:2")
+    assert target.poll() is None
+    done = lab.tear_down(scope="match", lease="eve@elsewhere:1")
+    assert pids_of(done["killed"]) == {target.pid}
+
+
+def test_a_run_keeps_its_lease_and_a_single_call_does_not(lab: Holders) -> None:
+    lab.tear_down(scope="match", lease="bob@here:2")
+    held = Lease(str(lab.folder / "run")).current()
+    assert held is not None
+    assert held.run == "bob@here:2"
+    Lease(str(lab.folder / "run"), "bob@here:2").release()
+    lab.tear_down(scope="match")
+    assert Lease(str(lab.folder / "run")).current() is None
+
+
+@pytest.mark.parametrize(
+    ("params", "word"),
+    [
+        ({"scope": "everything"}, "scope"),
+        ({"scope": "all", "devices": ["99"]}, "devices"),
+        ({"scope": "match", "match": ["*"]}, "match"),
+        ({"scope": "match", "match": ["1"]}, "match"),
+        ({"scope": "all", "containers": ["404"]}, "containers"),
+        ({"scope": "all", "users": ["nobody-of-this-name"]}, "users"),
+        ({"scope": "all", "term_timeout": 60.0}, "kill_timeout"),
+        ({"scope": "all", "ports": [70000]}, "ports"),
+    ],
+)
+def test_bad_input_is_named_before_anything_is_signalled(lab: Holders, params: dict[str, Any], word: str) -> None:
+    target = lab.start(title="sglang::scheduler", maps=[0])
+    for check in (True, False):
+        with pytest.raises(CleanslateError) as caught:
+            lab.tear_down(check=check, **params)
+        assert caught.value.message.startswith(word + ":")
+    assert target.poll() is None
 
 
 def state_of(pid: int) -> str:
