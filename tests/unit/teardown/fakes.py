@@ -19,7 +19,7 @@ from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.plan
     PlanOptions,
     make_plan,
 )
-from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.reader import ReaderGone
+from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.reader import Reader, ReaderGone
 from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.units import Systemd, UnitKey, UnitState
 
 from ..proctree import FakeClock, ProcTree
@@ -150,8 +150,9 @@ class FakeSystemd(Systemd):
         return FakeStop(self, key, self.seconds, self.fails)
 
 
-class FakeReader:
+class FakeReader(Reader):
     def __init__(self, gone_after: int | None = None) -> None:
+        super().__init__()
         self.asked = 0
         self.gone_after = gone_after
 

@@ -21,6 +21,7 @@ from typing import Any
 from ansible_collections.cleanslate.inference.plugins.module_utils.gpu.nvml import NvmlSnapshot
 from ansible_collections.cleanslate.inference.plugins.module_utils.gpu.survey import SurveyOptions, Surveyor
 from ansible_collections.cleanslate.inference.plugins.module_utils.proc.table import ProcFS, descendants
+from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.reader import Reader
 from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.run import Seams, tear_down
 
 #: What a holder runs: map the named files, open the others, say so, wait.
@@ -48,9 +49,7 @@ class BlindNvml:
         pass
 
 
-class QuietReader:
-    gone = False
-
+class QuietReader(Reader):
     def check(self) -> None:
         pass
 

@@ -175,6 +175,10 @@ def test_a_restarter_is_named_with_the_command_that_stops_it(scene: Scene) -> No
     assert outcome.elapsed < 10
 
 
+def void(_made: int) -> None:
+    pass
+
+
 def later(scene: Scene, seconds: float, what: Any) -> None:
     """Something happens while the test's clock stands still for somebody who waits."""
     pause, due = scene.clock.pause, scene.clock.now() + seconds
@@ -252,7 +256,7 @@ def test_only_a_parent_that_may_start_again_is_waited_for(
 def test_supervisors_are_known(scene: Scene, comm: str, argv: list[str], command: str) -> None:
     scene.tree.add(400, comm=comm, argv=argv)
     holder(scene, 500, ppid=400)
-    scene.kernel.on_end = lambda pid: holder(scene, pid + 1, ppid=400, start_time=9000 + pid) and None
+    scene.kernel.on_end = lambda pid: void(holder(scene, pid + 1, ppid=400, start_time=9000 + pid))
     assert scene.end().survivors[0]["stop_command"] == command
 
 
@@ -261,7 +265,7 @@ def test_a_unit_that_restarts_behind_another_main_process_is_named(scene: Scene)
     scene.tree.add(400, comm="sh", argv=["sh", "wrapper.sh"], cgroup=group)
     holder(scene, 500, ppid=400, cgroup=group)
     scene.systemd.unit("wrapper.service", main_pid=400, restart="always")
-    scene.kernel.on_end = lambda pid: holder(scene, pid + 1, ppid=400, cgroup=group, start_time=9000 + pid) and None
+    scene.kernel.on_end = lambda pid: void(holder(scene, pid + 1, ppid=400, cgroup=group, start_time=9000 + pid))
     row = scene.end().survivors[0]
     assert row["stop_command"] == "systemctl --no-ask-password stop -- wrapper.service"
 

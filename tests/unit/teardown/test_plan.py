@@ -356,7 +356,7 @@ def test_a_service_goes_with_its_main_process(tree: ProcTree) -> None:
     key = scene.systemd.unit("llm.service", main_pid=500, restart="always")
     plan = scene.plan("match")
     assert targets(plan) == {500: "match", 501: "cgroup"}
-    assert [(stop.key, stop.pids, stop.restart) for stop in plan.units] == [(key, {500, 501}, "always")]
+    assert [(stop.key, set(stop.pids), stop.restart) for stop in plan.units] == [(key, {500, 501}, "always")]
 
 
 def test_a_service_is_not_taken_for_a_process_that_is_not_its_main_one(tree: ProcTree) -> None:
@@ -580,7 +580,7 @@ def test_from_the_hypervisor_a_guests_service_goes_with_its_main_process(tree: P
     )
     plan = scene.plan("match")
     assert targets(plan) == {50500: "match", 50501: "cgroup"}
-    assert [(stop.key, stop.pids) for stop in plan.units] == [(inside, {50500, 50501})]
+    assert [(stop.key, set(stop.pids)) for stop in plan.units] == [(inside, {50500, 50501})]
     named = scene.plan("instances", units=["llm"])
     assert targets(named) == {50500: "unit", 50501: "unit"}
 
