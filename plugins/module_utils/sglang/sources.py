@@ -20,4 +20,6 @@ _PROGRAMS: dict[str, t.Any] = {"model_look": model_look, "probe": probe, "superv
 def source_of(name: str) -> str:
     """The text of C(model_look), C(probe) or C(supervise)."""
     module = _PROGRAMS[name]
-    return str(module.__spec__.loader.get_source(module.__name__))
+    text = module.__spec__.loader.get_source(module.__name__)
+    # Ansible's own importer, on the control node, answers with bytes.
+    return text.decode("utf-8") if isinstance(text, bytes) else str(text)
