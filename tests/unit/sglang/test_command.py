@@ -170,6 +170,8 @@ for argv in json.load(sys.stdin):
         print("ok", prepare_server_args(argv).model_path)
     except SystemExit as error:
         print("exit", error.code)
+    except Exception as error:
+        print("error", type(error).__name__, error)
 """
 
 
@@ -186,3 +188,62 @@ def test_rendered_command_lines_go_through_the_real_flag_table():
         timeout=60,
     )
     assert done.stdout.split("\n")[:-1] == ["ok /srv/m"] * (len(ARGS) - 1) + ["exit 2"]
+
+
+TABLE = json.loads((STANDIN / "sglang/flags.json").read_text(encoding="utf-8"))["flags"]
+VALUES = {
+    "int": 3,
+    "float": 0.5,
+    "loads": {"a": True},
+    "human_readable_int": "1k",
+    "json_list_type": [{"a": None}],
+    "parse_cuda_graph_config_arg": {"decode": {"backend": "full"}},
+    "parse_cuda_graph_backend_arg": "full",
+}
+
+
+def sample(entry):
+    """A value of the natural type of one argument."""
+    if entry.get("action") == "DeprecatedStoreConstAction":
+        return None
+    if entry.get("action") in ("_StoreTrueAction", "BooleanOptionalAction", "DeprecatedStoreTrueAction"):
+        return True
+    if entry["dest"] == "lora_paths":
+        return ["a=/x", "b=/y"]
+    if entry["dest"] == "log_level":
+        return "warning"
+    value = entry["choices"][0] if entry.get("choices") else VALUES.get(str(entry.get("type")), "text")
+    return [value, value] if entry.get("nargs") in ("+", "*") else value
+
+
+def test_no_argument_of_the_real_parser_is_out_of_reach():
+    """Every flag of the table, by its field name and a value of its natural type."""
+    wanted, lines = [], []
+    for entry in TABLE:
+        flag = next(name for name in entry["flags"] if name.startswith("--"))
+        value = sample(entry)
+        if flag in ("--help", "--config", "--model-path") or value is None:
+            continue
+        wanted.append(flag)
+        lines.append(["--model-path", "/srv/m", *command.words(flag[2:].replace("-", "_"), value)])
+    done = subprocess.run(
+        [sys.executable, "-c", PARSE],
+        input=json.dumps(lines),
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(STANDIN), "PATH": "/usr/bin:/bin"},
+        timeout=120,
+    )
+    answers = done.stdout.splitlines()
+    refused = {flag: answer for flag, answer in zip(wanted, answers, strict=True) if answer != "ok /srv/m"}
+    assert refused == {}
+    assert len(wanted) > 500
+
+
+def test_what_is_known_of_flags_is_what_the_table_says():
+    def having(key, value):
+        return {entry["flags"][0][2:].replace("-", "_") for entry in TABLE if entry.get(key) == value}
+
+    assert having("action", "BooleanOptionalAction") == command.PAIRED
+    assert having("type", "json_list_type") == command.JSON_LISTS
