@@ -111,7 +111,9 @@ EXAMPLES = r"""
 
 RETURN = r"""
 killed:
-  description: Who was ended; in check mode, who would be.
+  description:
+    - Who was ended; in check mode, who would be.
+    - C(signal) is the last one sent, C(unit) where systemd ended it with its unit, and empty where it went with another.
   returned: always
   type: list
   elements: dict

@@ -24,7 +24,7 @@ from .mps import Mps
 from .plan import Item, Memory, Plan, UnitStop
 from .reader import Reader
 from .restarter import may_restart, name_restarter
-from .units import StopJob, Systemd
+from .units import StopJob, Systemd, UnitKey
 
 #: Longest wait without asking whether anybody still reads.
 _SLICE = 0.5
@@ -70,6 +70,8 @@ class _Live:
         self.first: float | None = None
         #: The last signal's name, C(unit) while its unit's manager ends it, empty before the first.
         self.sent = ""
+        #: The unit whose manager is ending it.
+        self.unit: UnitKey | None = None
         self.due: float | None = None
         self.pause = _FIRST_PAUSE
 
@@ -175,8 +177,7 @@ class _Ender:
             self.first = now
         if live.first is None:
             live.first = now
-        self.kernel.signal(live.handle, number)
-        if number != signal.SIGCONT:
+        if self.kernel.signal(live.handle, number) and number != signal.SIGCONT:
             live.sent = number.name[3:]
 
     def act(self, live: _Live) -> None:
@@ -202,7 +203,8 @@ class _Ender:
             live = self.live.pop(handle.identity)
             handle.close()
             took = 0.0 if live.first is None else self.clock.now() - live.first
-            if live.sent:
+            # Without a signal of its own: it went with another one that got one.
+            if self.first is not None:
                 self.outcome.killed.append(dict(live.row, decision="ended", signal=live.sent, seconds=round(took, 3)))
 
     @property
@@ -231,6 +233,7 @@ class _Ender:
             for live in self.live.values():
                 if live.item.process.pid in stop.pids:
                     live.first, live.sent, live.due = now, "unit", now + self.limits.term_timeout
+                    live.unit = stop.key
             self.outcome.stopped_units.append(str(stop.key))
         until = self.clock.now() + max(self.limits.term_timeout, 1.0)
         try:
@@ -241,6 +244,7 @@ class _Ender:
                 else:
                     self.clock.pause(0.02)
         finally:
+            finished = {job.key for job in jobs if job.done}
             for job in jobs:
                 if job.failed:
                     self.outcome.stopped_units.remove(str(job.key))
@@ -248,7 +252,7 @@ class _Ender:
                 job.give_up()
         # Its own manager has let them go: whoever is left has to be told.
         for live in self.live.values():
-            if live.sent == "unit" and all(job.done for job in jobs):
+            if live.sent == "unit" and live.unit in finished:
                 live.first, live.sent, live.due = None, "", None
 
     def end_mps_work(self, plan: Plan) -> None:
@@ -267,6 +271,11 @@ class _Ender:
             self.stop_units(plan.units)
             self.end_mps_work(plan)
             self.loop()
+        except CleanslateError as error:
+            # What was done so far must be known.
+            done = {"killed": self.outcome.killed, "stopped_units": self.outcome.stopped_units}
+            error.details.update(done, changed=self.outcome.changed)
+            raise
         finally:
             for live in self.live.values():
                 live.handle.close()

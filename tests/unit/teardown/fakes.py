@@ -106,7 +106,7 @@ class FakeStop:
 
     @property
     def done(self) -> bool:
-        return self._systemd.clock.now() >= self._until
+        return self.given_up or self._systemd.clock.now() >= self._until
 
     @property
     def failed(self) -> bool:

@@ -45,6 +45,19 @@ def test_term_is_enough_for_most(scene: Scene) -> None:
     assert outcome.elapsed == pytest.approx(0.1)
 
 
+def test_who_goes_with_another_is_told_too(scene: Scene) -> None:
+    """A worker that dies with its parent before its own turn (PR_SET_PDEATHSIG)."""
+    holder(scene, 500)
+    holder(scene, 501, ppid=500)
+    scene.kernel.before_signal = lambda pid, number: scene.kernel.ends_at.setdefault(501, scene.clock.now())
+    signal = scene.kernel.signal
+    scene.kernel.signal = (  # type: ignore[method-assign]
+        lambda handle, number: signal(handle, number) if handle.identity.pid == 500 or number == 0 else False
+    )
+    outcome = scene.end()
+    assert {row["pid"]: row["signal"] for row in outcome.killed} == {500: "TERM", 501: ""}
+
+
 def test_nothing_to_end_is_no_change(scene: Scene) -> None:
     outcome = scene.end()
     assert (outcome.changed, outcome.killed, outcome.elapsed) == (False, [], 0.0)
@@ -336,6 +349,16 @@ def test_without_the_right_to_signal_one_nobody_is_signalled(scene: Scene) -> No
     with pytest.raises(CleanslateError, match="501"):
         scene.end()
     assert scene.kernel.sent == []
+
+
+def test_an_error_half_way_tells_what_was_done(scene: Scene) -> None:
+    holder(scene, 500)
+    scene.kernel.forbidden.add(501)
+    scene.kernel.on_end = lambda pid: void(holder(scene, 501, start_time=9000))
+    with pytest.raises(CleanslateError) as caught:
+        scene.end()
+    assert [row["pid"] for row in caught.value.details["killed"]] == [500]
+    assert caught.value.details["changed"] is True
 
 
 @pytest.mark.parametrize("asked", range(6))
