@@ -113,7 +113,8 @@ RETURN = r"""
 killed:
   description:
     - Who was ended; in check mode, who would be.
-    - C(signal) is the last one sent, C(unit) where systemd ended it with its unit, and empty where it went with another.
+    - C(signal) is the last one sent, C(unit) where systemd ended it with its unit, and empty where it went with
+      another.
   returned: always
   type: list
   elements: dict
