@@ -93,11 +93,12 @@ def do_up(place: Place, options: argparse.Namespace) -> None:
 
 
 def do_with(place: Place, options: argparse.Namespace) -> int:
-    with place.lock():
-        bring_up(place, options)
-        try:
-            return subprocess.run(in_network(place, options.words), check=False).returncode
-        finally:
+    try:
+        do_up(place, options)
+        # Without the lock: the command may break things.
+        return subprocess.run(in_network(place, options.words), check=False).returncode
+    finally:
+        with place.lock():
             machine.down(place)
 
 

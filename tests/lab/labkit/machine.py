@@ -44,7 +44,11 @@ def start(place: Place, hosts: list[Hypervisor]) -> None:
     """Start hypervisors, all in one entry into the lab's namespaces, a few at a time."""
     words = "xargs -P 4 -I{} lxc-start -P /mnt -n {} -o /mnt/{}/lxc.log -l ERROR"
     names = "\n".join(host.name for host in hosts)
-    place.run_inside(["sh", "-c", f'printf "%s\\n" "$1" | {words}', "lab", names])
+    done = place.run_inside(["sh", "-c", f'printf "%s\\n" "$1" | {words}', "lab", names], check=False)
+    if done.returncode != 0:
+        logs = [(place.folder / host.name / "lxc.log") for host in hosts]
+        said = "".join(log.read_text(encoding="utf-8", errors="replace") for log in logs if log.exists())
+        raise LabError(f"a hypervisor did not start:\n{done.stdout}{said}")
 
 
 def down(place: Place) -> None:
