@@ -63,6 +63,9 @@ def down(place: Place) -> None:
         trees.remove_tree(place.folder / "pve")
     place.fleet_file.unlink(missing_ok=True)
     place.known_hosts.unlink(missing_ok=True)
+    sockets = Path(place.control_path_dir).expanduser()  # the masters that listened there are dead
+    if sockets.exists():
+        shutil.rmtree(sockets)
 
 
 # --- cgroup ---------------------------------------------------------------------------------------------------------
