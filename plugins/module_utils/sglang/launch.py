@@ -210,11 +210,13 @@ def _require_room(complete: Complete, survey: Survey, before: InstanceRecord | N
 
 
 def _make_folder(complete: Complete) -> None:
-    folder = complete.where.folder
-    make_dir(os.path.dirname(folder), 0o755)
-    make_dir(folder, 0o700)
-    if complete.account.other:
-        os.chown(folder, complete.account.uid, complete.account.gid)
+    """The folder stays this user's own also when the server runs under another account, which may pass through and read
+    its own files there, but plant none that this user would write into."""
+    make_dir(os.path.dirname(complete.where.folder), 0o755)
+    make_dir(complete.where.folder, 0o700)
+    mode = 0o711 if complete.account.other else 0o700
+    if os.stat(complete.where.folder).st_mode & 0o777 != mode:
+        os.chmod(complete.where.folder, mode)
 
 
 def _write(complete: Complete, path: str, content: str, mode: int) -> bool:

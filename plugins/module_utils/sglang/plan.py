@@ -128,7 +128,7 @@ class Planner:
         teardown: t.Mapping[str, t.Any],
         state_dir: str,
         always: bool = False,
-        write_cache: bool = True,
+        check_mode: bool = False,
         fs: ProcFS | None = None,
         systemd: Systemd | None = None,
         clock: Clock | None = None,
@@ -138,7 +138,7 @@ class Planner:
         self.teardown = teardown
         self.state_dir = state_dir
         self.always = always
-        self.write_cache = write_cache
+        self.check_mode = check_mode
         self.fs = fs or ProcFS()
         self.systemd = systemd or Systemd()
         self.clock = clock or Clock()
@@ -184,7 +184,7 @@ class Planner:
                 argv,
                 complete.command.config,
                 [path for path in paths if models.is_local(path)],
-                cache_dir(self.state_dir) if self.write_cache else None,
+                None if self.check_mode else cache_dir(self.state_dir),
                 complete.command.secrets,
             )
         except CleanslateError as error:
@@ -358,7 +358,9 @@ class Planner:
                 "processes that cannot be read: %s" % hidden if hidden else "only some users' processes were looked at"
             )
             return [reason("scan_incomplete", said)], UNKNOWN
-        if not self.survey.nvml.ok:
+        if self.check_mode and self.survey.nvml.reason == "binding_missing":
+            self.notes.append("nvidia-ml-py is placed by the run itself: this plan goes by the holders alone.")
+        elif not self.survey.nvml.ok:
             return [reason(self.survey.nvml.reason or "nvml_unavailable", self.survey.nvml.message)], UNKNOWN
         if self.always:
             return [reason("asked", "%s is always" % RESET_VARIABLE)], RESET

@@ -45,7 +45,7 @@ def plan_server(declaration: Declaration, params: t.Mapping[str, t.Any], check_m
             params["teardown"],
             params["state_dir"],
             always=params["reset"] == "always",
-            write_cache=not check_mode,
+            check_mode=check_mode,
         ).run()
     finally:
         if not check_mode and params["lease"] and (result is None or result.verdict != RESET):

@@ -36,7 +36,7 @@ def rotate(path: str, keep: int) -> None:
         older = "%s.%d" % (path, number)
         if os.path.exists(older):
             os.replace(older, "%s.%d" % (path, number + 1))
-    descriptor = os.open(path + ".1", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    descriptor = os.open(path + ".1", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "wb") as copy, open(path, "rb") as log:
         shutil.copyfileobj(log, copy, 1024 * 1024)
     os.truncate(path, 0)
@@ -44,7 +44,7 @@ def rotate(path: str, keep: int) -> None:
 
 def start(order: dict[str, t.Any]) -> subprocess.Popen[bytes]:
     """Start the server in its own session, and in its own cgroup if it has one."""
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     if order.get("cgroup"):
         # This process moves, and the server is born there.
         with open(os.path.join(order["cgroup"], "cgroup.procs"), "w") as handle:
@@ -74,7 +74,7 @@ def leave_status(path: str, pid: int, status: int, started: float) -> None:
     code = os.waitstatus_to_exitcode(status)
     left = {"pid": pid, "code": code, "seconds": round(time.monotonic() - started, 3), "ended_at": time.time()}
     temporary = path + ".new"
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as handle:
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as handle:
         handle.write(json.dumps(left))
     os.replace(temporary, path)
 
