@@ -129,7 +129,7 @@ class Node:
 
     def plan(self, **changes):
         return plan.Planner(
-            self.declaration(**changes), self.survey(), {"scope": "match"}, self.state, write_cache=True, fs=self.fs
+            self.declaration(**changes), self.survey(), {"scope": "match"}, self.state, fs=self.fs
         ).run()
 
     def runtime(self):

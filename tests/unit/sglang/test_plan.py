@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ansible_collections.cleanslate.inference.plugins.module_utils.common.errors import CleanslateError
-from ansible_collections.cleanslate.inference.plugins.module_utils.gpu.nvml import fault_of
+from ansible_collections.cleanslate.inference.plugins.module_utils.gpu.nvml import fault_of, missing_fault
 from ansible_collections.cleanslate.inference.plugins.module_utils.proc.table import ProcFS
 from ansible_collections.cleanslate.inference.plugins.module_utils.sglang import (
     activity,
@@ -126,7 +126,7 @@ class Node:
         RecordStore(str(self.state)).save(record)
         return record
 
-    def plan(self, always=False, scope="match", **changes):
+    def plan(self, always=False, scope="match", check_mode=True, **changes):
         with self.tree.surveyor() as surveyor:
             return plan.Planner(
                 self.declaration(**changes),
@@ -134,7 +134,7 @@ class Node:
                 {"scope": scope},
                 str(self.state),
                 always=always,
-                write_cache=False,
+                check_mode=check_mode,
                 fs=self.fs,
             ).run()
 
@@ -441,6 +441,15 @@ def test_a_blind_driver_is_doubt(node):
     running(node)
     node.tree.nvml.fault = fault_of(9, "Driver Not Loaded")
     assert node.plan().verdict == "unknown"
+
+
+def test_a_missing_binding_is_doubt_but_in_check_mode(node):
+    """Check mode places nothing; the run itself begins by doing so."""
+    node.tree.nvml.fault = missing_fault("/var/lib/cleanslate/lib")
+    assert node.plan(check_mode=False).verdict == "unknown"
+    planned = node.plan(check_mode=True)
+    assert planned.verdict == "reset"
+    assert any("placed by the run itself" in note for note in planned.notes)
 
 
 def test_a_damaged_record_stops_it(node):
