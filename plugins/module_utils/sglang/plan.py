@@ -148,7 +148,7 @@ class Planner:
     def run(self) -> Result:
         survey, declaration = self.survey, self.declaration
         self.record = RecordStore(self.state_dir).load(declaration.name)
-        prepared = self.prepared = prepare(declaration, self.state_dir, survey)
+        prepared = self.prepared = prepare(declaration, self.state_dir, survey, self.check_mode)
         self.blocked += prepared.findings
         self.notes += prepared.notes
         here = [name for name in teardown_devices(prepared, self.record) if survey.devices.find(name)]

@@ -106,8 +106,11 @@ def fixed_ports(declaration: Declaration) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def prepare(declaration: Declaration, state_dir: str, survey: Survey) -> Prepared:
-    """Work it all out, as far as it goes."""
+def prepare(declaration: Declaration, state_dir: str, survey: Survey, check_mode: bool = False) -> Prepared:
+    """Work it all out, as far as it goes.
+
+    In check mode a node without nvidia-ml-py, which the run itself would place, shows where UUIDs will be.
+    """
     checked = check(declaration)
     out = Prepared(declaration, checked, paths(state_dir, declaration.name), list(checked.errors), list(checked.notes))
     out.gpus = choose_gpus(declaration, survey, out.findings, out.notes)
@@ -123,9 +126,11 @@ def prepare(declaration: Declaration, state_dir: str, survey: Survey) -> Prepare
         out.identity = resolver.find(declaration.python, search, search.get("PATH", PATH) + ":" + PATH)
     except CleanslateError as error:
         out.findings.append(Finding("python", error.message, variable("python")))
-    if out.identity is None or out.account is None or not out.gpus or not all(gpu.uuid for gpu in out.gpus):
-        return out
     uuids = [gpu.uuid for gpu in out.gpus]
+    if check_mode and survey.nvml.reason == "binding_missing":
+        uuids = [gpu.uuid or "UUID-of-GPU-%d" % gpu.index for gpu in out.gpus]
+    if out.identity is None or out.account is None or not uuids or not all(uuids):
+        return out
     made = build(declaration, out.identity.python, uuids, checked.nccl.values, out.where.config)
     out.complete = Complete(declaration, checked.nccl, out.where, out.gpus, out.account, out.identity, made)
     return out

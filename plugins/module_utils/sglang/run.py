@@ -81,7 +81,7 @@ def launch_server(declaration: Declaration, params: t.Mapping[str, t.Any], check
         else:
             stack.enter_context(lease.held(params["lock_timeout"]))
         survey = _survey(params)
-        prepared = prepare(declaration, params["state_dir"], survey)
+        prepared = prepare(declaration, params["state_dir"], survey, check_mode)
         done = launch(prepared, survey, params["state_dir"], check_mode)
     command = prepared.require().command
     record = done.record

@@ -450,6 +450,7 @@ def test_a_missing_binding_is_doubt_but_in_check_mode(node):
     planned = node.plan(check_mode=True)
     assert planned.verdict == "reset"
     assert any("placed by the run itself" in note for note in planned.notes)
+    assert planned.as_dict()["environment"]["CUDA_VISIBLE_DEVICES"] == "UUID-of-GPU-0,UUID-of-GPU-1"
 
 
 def test_a_damaged_record_stops_it(node):
