@@ -188,7 +188,7 @@ def _prove(name: str, state_dir: str, timeout: float, check_mode: bool) -> dict[
     declared = record.details.get("declared")
     declared = declared if isinstance(declared, dict) else {}
     rows = proof.prove_members(own, record.pid, runtime.supervisor, declared, salt_of(record))
-    account = proof.account_of(runtime.client(admin=True).first(["/server_info", "/get_server_info"], timeout))
+    account = proof.account_of(runtime.client().first(["/server_info", "/get_server_info"], timeout))
     wanted = record.details.get("arguments")
     arguments = proof.compare_arguments(wanted if isinstance(wanted, dict) else {}, account)
     problems = proof.verdict(rows, arguments, runtime.schedulers, account)

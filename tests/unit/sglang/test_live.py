@@ -98,6 +98,7 @@ class Node:
             "backend": "process",
             "python": sys.executable,
             "api_key": KEY,
+            "admin_api_key": "another-key-of-the-test",
             "nccl": {"ALGO": "Ring", "BUFFSIZE": 8388608},
             "environment": {
                 "PYTHONPATH": str(STANDIN),
@@ -155,7 +156,7 @@ class Node:
         rows = proof.prove_members(
             runtime.members(), record.pid, runtime.supervisor, record.details["declared"], record.details["salt"]
         )
-        account = proof.account_of(runtime.client(admin=True).first(["/server_info"], 10))
+        account = proof.account_of(runtime.client().first(["/server_info"], 10))
         arguments = proof.compare_arguments(record.details["arguments"], account)
         return rows, arguments, proof.verdict(rows, arguments, runtime.schedulers, account)
 
