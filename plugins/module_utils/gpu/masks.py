@@ -30,9 +30,10 @@ def visible(process: Process, devices: Devices, fs: ProcFS, stat: Stat = os.stat
     for entry in value.split(","):
         entry = entry.strip()
         if entry.isdigit():
-            if not _indices_mean_the_same(process, environ or {}, gpus, fs, stat):
+            counted = _as_it_counts(process, environ or {}, gpus, fs, stat)
+            if counted is None:
                 return None
-            named = [gpu for gpu in gpus if gpu.index == int(entry)]
+            named = [counted[int(entry)]] if int(entry) in counted else []
         elif entry.upper().startswith(("GPU-", "MIG-")):
             named = [gpu for gpu in gpus if any(uuid.lower().startswith(entry.lower()) for uuid in uuids(gpu))]
             if not named and not devices.identified:
@@ -51,13 +52,18 @@ def names_only_others(process: Process, gpu: Gpu, devices: Devices, fs: ProcFS, 
     return bool(named) and named is not None and gpu not in named
 
 
-def _indices_mean_the_same(
+def _as_it_counts(
     process: Process, environ: t.Mapping[str, str], gpus: t.Sequence[Gpu], fs: ProcFS, stat: Stat
-) -> bool:
-    if environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({gpu.name for gpu in gpus}) > 1:
-        return False
+) -> dict[int, Gpu] | None:
+    """The GPUs by the index that they have for this process; None when that cannot be established."""
     root = fs.path(process.pid, "root")
-    if not os.path.isdir(root) or os.path.samefile(root, "/"):
-        return True
-    # Another root: its own /dev must hold the same nodes.
-    return all(gpu.node is None or key_for_path(root + gpu.node.path, stat) == gpu.node.key for gpu in gpus)
+    elsewhere = os.path.isdir(root) and not os.path.samefile(root, "/")
+    given = list(gpus)
+    if elsewhere:
+        # Another root: those count of which it has the node.
+        given = [gpu for gpu in gpus if gpu.node and key_for_path(root + gpu.node.path, stat) == gpu.node.key]
+    if not given or (environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({gpu.name for gpu in given}) > 1):
+        return None
+    if not elsewhere:
+        return {gpu.index: gpu for gpu in given}
+    return dict(enumerate(sorted(given, key=lambda gpu: gpu.index)))

@@ -34,13 +34,18 @@ def is_own_cgroup(path: str) -> bool:
     return not _SHARED.fullmatch(path.rpartition("/")[2]) and not _CONTAINER_ROOT.fullmatch(path)
 
 
+def claimed(process: Process) -> str:
+    """The instance that a process names in its environment, of whatever machine or container; empty for none."""
+    return (process.environ or {}).get(MARK, "")
+
+
 def marked(process: Process) -> str:
     """The instance that a process says it belongs to, empty for none.
 
     Only in the PID namespace that is looked at: a container has records of its own, and its instance of the same name
     is another one.
     """
-    name = (process.environ or {}).get(MARK, "")
+    name = claimed(process)
     return name if name and len(process.nspid) == 1 else ""
 
 

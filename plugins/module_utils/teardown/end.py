@@ -257,9 +257,13 @@ class _Ender:
 
     def end_mps_work(self, plan: Plan) -> None:
         """Through the control daemon, before its clients are signalled."""
-        pids = {live.item.process.pid for live in self.live.values()}
-        for daemon in plan.mps if pids else ():
+        owners = [plan.survey.attribution(live.item.process) for live in self.live.values()]
+        for daemon in plan.mps if owners else ():
             self.reader.check()
+            # A daemon knows its clients by the pids of its own machine or container.
+            pids = {owner.host_pid for owner in owners}
+            if daemon.container:
+                pids = {owner.guest_pid for owner in owners if owner.container_id == daemon.container}
             self.outcome.warnings += self.mps.terminate(daemon, pids)
 
     # -- the whole ----------------------------------------------------------------------------------------------
@@ -268,8 +272,9 @@ class _Ender:
         try:
             self.reader.check()
             self.admit(plan)
-            self.stop_units(plan.units)
+            # First the work of MPS clients: stopping their unit signals them.
             self.end_mps_work(plan)
+            self.stop_units(plan.units)
             self.loop()
         except CleanslateError as error:
             # What was done so far must be known.

@@ -21,10 +21,10 @@ from ..net.ports import PortState, look_at_ports
 from ..proc.attribution import Attribution
 from ..proc.identity import Identity
 from ..proc.table import Hidden, Process, ProcFS, ancestors, descendants
-from ..state.instance import marked, unrecorded_members
+from ..state.instance import claimed, marked, unrecorded_members
 from ..state.record import check_name
 from .match import DEFAULT_MATCH, Pattern, first_match, parse_match
-from .mps import control_daemons
+from .mps import Daemon, control_daemons
 from .units import Systemd, UnitKey, UnitState, check_unit, may_stop
 
 SCOPES = ("instances", "match", "all")
@@ -121,6 +121,8 @@ class Memory:
     groups: set[int] = dataclasses.field(default_factory=set)
     #: What each target's parent had started: a later child of the same parent with the same orders is its successor.
     orders: set[tuple[t.Any, ...]] = dataclasses.field(default_factory=set)
+    #: Instances that were not named, and went as holders under scope all.
+    instances: set[str] = dataclasses.field(default_factory=set)
     #: Start time of the youngest process at the first look: whoever is younger came since.
     youngest: int | None = None
 
@@ -134,6 +136,7 @@ class Memory:
             if order is not None:
                 self.orders.add(order)
         self.groups.update(plan.groups)
+        self.instances.update(plan.instances)
 
     def succeeds(self, process: Process, table: t.Mapping[int, Process]) -> bool:
         """Whether a process was started since, by the parent and with the orders of an earlier target."""
@@ -162,9 +165,11 @@ class Plan:
     #: Why nothing at all may be signalled.
     blocked: list[str] = dataclasses.field(default_factory=list)
     #: Control daemons of CUDA's Multi-Process Service.
-    mps: list[Process] = dataclasses.field(default_factory=list)
+    mps: list[Daemon] = dataclasses.field(default_factory=list)
     #: Process groups of unrecorded servers that are targets.
     groups: set[int] = dataclasses.field(default_factory=set)
+    #: Instances that hold a selected GPU, under scope all.
+    instances: set[str] = dataclasses.field(default_factory=set)
     #: What is known of the units that were looked at.
     unit_states: t.Mapping[UnitKey, UnitState] = dataclasses.field(default_factory=dict)
 
@@ -225,6 +230,11 @@ class _Planner:
                     (self.uses if mine else self.uses_other).add(pid)
             elif holding.kind == "neighbour" and holding.gpu is not None and holding.gpu.selected:
                 self.neighbours.add(pid)
+        #: Under scope all every holder is asked for, also those of instances that were not named.
+        self.holding_instances = set(self.memory.instances)
+        if options.scope == "all":
+            found = (self.instance(self.table[pid]) for pid in self.uses if pid in self.table)
+            self.holding_instances.update(name for name in found if name is not None)
 
     # -- who a process is ---------------------------------------------------------------------------------------
 
@@ -232,14 +242,25 @@ class _Planner:
         return self.survey.attribution(process)
 
     def instance(self, process: Process) -> str | None:
-        """The instance that a process belongs to; a named one also by its mark alone, when its record is lost."""
+        """The instance that a process belongs to; a named one also by its mark alone, when its record is lost.
+
+        Records of a guest are the guest's own files and are not read from outside: there the mark is what counts.
+        """
         if process.pid not in self._instances:
             name = self.survey.instance_of(process)
-            if name is None and self.options.instances:
+            if name is None and self.in_chosen_guest(process):
+                name = claimed(process) or None
+            elif name is None and self.options.instances:
                 mark = marked(process)
                 name = mark if mark in self.options.instances else None
             self._instances[process.pid] = name
         return self._instances[process.pid]
+
+    def in_chosen_guest(self, process: Process) -> bool:
+        """Whether a process is in one of the containers that were chosen from outside of them."""
+        if not self.survey.options.containers or not self.survey.in_containers(process):
+            return False
+        return self.attribution(process).container not in self.own_containers
 
     def match(self, process: Process) -> Pattern | None:
         """The pattern that a process matches."""
@@ -264,6 +285,13 @@ class _Planner:
             return UnitKey(found.user_unit, found.manager_uid, guest)
         return UnitKey(found.unit, None, guest) if found.unit else None
 
+    def guest_of(self, process: Process) -> str | None:
+        """The chosen LXC container of a process: empty for where we run, None for any other container."""
+        found = self.attribution(process)
+        if not found.container or found.container in self.own_containers:
+            return ""
+        return found.container_id if found.container_kind == "lxc" and self.survey.in_containers(process) else None
+
     def main_of(self, state: UnitState) -> int:
         """The pid of a unit's main process as it is called here: a guest's manager counts as the guest does."""
         if not state.key.container or not state.main_pid:
@@ -284,7 +312,7 @@ class _Planner:
         if not self.survey.in_containers(process):
             return Item(process, "other_container", "outside of the chosen containers")
         name = self.instance(process)
-        if name is not None and name not in self.options.instances:
+        if name is not None and name not in self.options.instances and name not in self.holding_instances:
             return Item(process, "other_instance", "belongs to instance %s, which is not named" % name)
         if name is not None:
             return None
@@ -622,8 +650,9 @@ class _Planner:
             ports=list(self.extras.ports),
             warnings=list(dict.fromkeys(self.warnings)),
             blocked=list(dict.fromkeys(self.blocked)),
-            mps=control_daemons(self.table.values()) if self.targets else [],
+            mps=control_daemons(self.table.values(), self.guest_of) if self.targets else [],
             groups=self.groups,
+            instances=self.holding_instances,
             unit_states=self.extras.units,
         )
 
@@ -653,7 +682,8 @@ def gather(survey: Survey, options: PlanOptions, systemd: Systemd | None = None,
         pid = process.pid
         wanted = pid in planner.uses or pid in listening
         if wanted or (options.scope != "instances" and planner.match(process) is not None):
-            key = planner.unit_key(process)
+            # Managers of guests that were not chosen, and of who is spared anyway, are not asked.
+            key = planner.unit_key(process) if planner.never(process) is None else None
             if key is not None and may_stop(key.name):
                 keys.append(key)
     return Extras(tuple(ports), systemd.show(keys) if keys else {}, planner.matches)

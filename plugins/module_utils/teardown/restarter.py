@@ -14,6 +14,7 @@ from ..common.text import command_line, show
 from ..proc.attribution import attribute
 from ..proc.table import Process, ancestors
 from .match import is_interpreter
+from .units import enter
 
 if t.TYPE_CHECKING:
     from .plan import Plan
@@ -77,6 +78,8 @@ def name_restarter(process: Process, plan: Plan) -> Restarter | None:
     """
     table = plan.survey.table
     found = attribute(process)
+    # A guest's unit is stopped in the guest.
+    guest = found.container_id if found.container_kind == "lxc" and found.guest_pid != found.host_pid else ""
     chain = [table[pid] for pid in ancestors(table, process.pid) if pid in table and pid > 1]
     targets = plan.target_pids
     for above in chain:
@@ -84,7 +87,7 @@ def name_restarter(process: Process, plan: Plan) -> Restarter | None:
         if known is not None:
             return known
     for key, state in plan.unit_states.items():
-        if state.restarts and key.name in (found.unit, found.user_unit):
+        if state.restarts and key.name in (found.unit, found.user_unit) and key.container == guest:
             return Restarter("unit %s (Restart=%s)" % (key, state.restart), " ".join(key.stop_command))
     for above in chain:
         if above.pid in targets or above.pid in plan.survey.own_pids:
@@ -100,6 +103,7 @@ def name_restarter(process: Process, plan: Plan) -> Restarter | None:
         )
     if found.unit.endswith(".service") or found.user_unit:
         unit = found.user_unit or found.unit
-        prefix = "systemctl --user" if found.user_unit else "systemctl"
-        return Restarter("unit %s" % show(unit), "%s stop %s" % (prefix, show(unit)))
+        words = enter(guest) if guest else []
+        words += ["systemctl", *(["--user"] if found.user_unit else []), "stop", show(unit)]
+        return Restarter("unit %s%s" % (show(unit), " in container %s" % guest if guest else ""), " ".join(words))
     return None

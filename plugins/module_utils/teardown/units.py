@@ -94,9 +94,7 @@ def _systemctl(manager: int | None, container: str = "") -> list[str]:
     """systemctl for one manager; in a container through the container, as its own root."""
     command = ["systemctl", "--no-ask-password"]
     if container:
-        # Proxmox keeps a container's lock while it works in it; plain LXC has no pct.
-        enter = ["pct", "exec"] if container.isdigit() and shutil.which("pct") else ["lxc-attach", "-n"]
-        command = [*enter, container, "--", *command]
+        command = [*enter(container), *command]
     if manager is None:
         return command
     if manager == os.geteuid() and not container:
@@ -104,12 +102,19 @@ def _systemctl(manager: int | None, container: str = "") -> list[str]:
     return [*command, "--user", "--machine=%d@.host" % manager]
 
 
-def _environment() -> dict[str, str]:
-    keep = {
-        name: os.environ[name] for name in ("PATH", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS") if name in os.environ
-    }
+def enter(container: str) -> list[str]:
+    """The words before a command that runs in an LXC container, as its own root."""
+    # Proxmox keeps a container's lock while it works in it; plain LXC has no pct.
+    words = ["pct", "exec"] if container.isdigit() and shutil.which("pct") else ["lxc-attach", "-n"]
+    return [*words, container, "--"]
+
+
+def _environment(container: str = "") -> dict[str, str]:
+    # pct hands the caller's variables on, and a session of this machine means nothing in a container.
+    names = ("PATH",) if container else ("PATH", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS")
+    keep = {name: os.environ[name] for name in names if name in os.environ}
     keep.setdefault("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
-    if os.geteuid():
+    if os.geteuid() and not container:
         keep.setdefault("XDG_RUNTIME_DIR", "/run/user/%d" % os.geteuid())
     return dict(keep, LC_ALL="C", SYSTEMD_PAGER="", SYSTEMD_COLORS="0")
 
@@ -186,7 +191,7 @@ class Systemd:
                     stdin=subprocess.DEVNULL,
                     capture_output=True,
                     timeout=self.patience,
-                    env=_environment(),
+                    env=_environment(container),
                     check=False,
                 )
             except (OSError, subprocess.TimeoutExpired):
@@ -214,7 +219,7 @@ class Systemd:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                env=_environment(),
+                env=_environment(key.container),
             )
         except OSError:
             return None

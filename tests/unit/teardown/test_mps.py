@@ -14,6 +14,7 @@ import pytest
 
 from ansible_collections.cleanslate.inference.plugins.module_utils.proc.table import ProcFS
 from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.mps import Mps, control_daemons
+from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.units import UnitKey
 
 from ..proctree import ProcTree
 from .fakes import TERM, Scene
@@ -121,12 +122,63 @@ def test_a_strangers_daemon_is_not_talked_to(tree: ProcTree, daemon: Daemon) -> 
         uid=os.geteuid() + 4000,
     )
     found = control_daemons(ProcFS(str(tree.proc)).processes().values())
-    assert [process.pid for process in found] == [300]
+    assert [daemon.process.pid for daemon in found] == [300]
 
 
 def test_without_the_program_there_is_no_answer(
     tree: ProcTree, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    (process,) = control_daemons(ProcFS(str(tree.proc)).processes().values())
-    assert Mps().terminate(process, {500}) == []
+    (found,) = control_daemons(ProcFS(str(tree.proc)).processes().values())
+    assert Mps().terminate(found, {500}) == []
+
+
+def test_work_comes_before_the_stop_of_the_clients_unit(tree: ProcTree, daemon: Daemon) -> None:
+    daemon.commands({"get_server_list": "301", "get_client_list 301": "500"})
+    tree.add(500, argv=["sglang::scheduler"], maps=[tree.gpu(0)], cgroup="/system.slice/llm.service")
+    scene = Scene(tree)
+    scene.systemd.unit("llm.service", [500], main_pid=500, cgroup="/system.slice/llm.service")
+    told: list[int] = []
+    stop = scene.systemd.stop
+
+    def stopping(key: UnitKey) -> Any:
+        told.append(len(daemon.calls))
+        return stop(key)
+
+    scene.systemd.stop = stopping  # type: ignore[method-assign]
+    outcome = scene.end()
+    assert outcome.stopped_units == ["llm.service"]
+    assert told == [3], "the unit was stopped before its client's work was ended"
+
+
+def test_a_guests_daemon_is_asked_in_the_guest_about_the_guests_pids(
+    tree: ProcTree, daemon: Daemon, tmp_path: Path
+) -> None:
+    pct = tmp_path / "bin" / "pct"
+    pct.write_text(
+        '#!/bin/sh\necho "$2" >>%s/entered\nwhile [ "$1" != -- ]; do shift; done; shift; exec "$@"\n' % tmp_path,
+        encoding="utf-8",
+    )
+    pct.chmod(0o755)
+    daemon.commands({"get_server_list": "31", "get_client_list 31": "50\n60"})
+    guest = {"uid": 100000}
+    for pid, inside, more in (
+        (50001, 1, {"comm": "systemd", "argv": ["/sbin/init"]}),
+        (
+            50030,
+            30,
+            {
+                "comm": "nvidia-cuda-mps-control",
+                "argv": ["nvidia-cuda-mps-control", "-d"],
+                "exe": "/usr/bin/nvidia-cuda-mps-control",
+                "environ": {"CUDA_MPS_PIPE_DIRECTORY": "/run/mps"},
+            },
+        ),
+        (50050, 50, {"argv": ["sglang::scheduler"], "maps": [tree.gpu(1)]}),
+    ):
+        tree.add(pid, cgroup="/lxc/129/ns/x", nspid=[pid, inside], **guest, **more)
+    outcome = Scene(tree, containers=["129"]).end()
+    assert [row["pid"] for row in outcome.killed] == [50050]
+    # Ours, outside, knows none of them; the guest's is told by its own pids.
+    assert "/run/mps|terminate_client 31 50" in daemon.calls
+    assert (tmp_path / "entered").read_text(encoding="utf-8").splitlines() == ["129"] * 3

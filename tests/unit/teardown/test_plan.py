@@ -14,8 +14,8 @@ import pytest
 from ansible_collections.cleanslate.inference.plugins.module_utils.common.errors import CleanslateError
 from ansible_collections.cleanslate.inference.plugins.module_utils.net.ports import Listener, PortState
 from ansible_collections.cleanslate.inference.plugins.module_utils.state.record import InstanceRecord, RecordStore
-from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.plan import Memory, PlanOptions
-from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.units import UnitKey, UnitState
+from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.plan import Memory, PlanOptions, gather
+from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.units import Systemd, UnitKey, UnitState
 
 from ..proctree import ProcTree, uuid
 from .fakes import Scene, spared, targets
@@ -91,14 +91,24 @@ def test_instances_takes_the_named_one_only(tree: ProcTree) -> None:
     assert set(spared(plan).values()) == {"other_instance"}
 
 
-@pytest.mark.parametrize("scope", ["match", "all"])
-def test_another_instance_is_spared_whatever_it_matches(tree: ProcTree, scope: str) -> None:
+def test_another_instance_is_spared_whatever_it_matches(tree: ProcTree) -> None:
     server(tree, (0, 1), 500, environ={"CLEANSLATE_INSTANCE": "one"})
     record(tree, "one", gpus=[uuid(0), uuid(1)])
-    plan = Scene(tree).plan(scope)
+    plan = Scene(tree).plan("match")
     assert targets(plan) == {}
     assert {spared(plan)[pid] for pid in (500, 502, 503)} == {"other_instance"}
-    assert set(targets(Scene(tree).plan(scope, instances=["one"]))) == SERVER
+    assert set(targets(Scene(tree).plan("match", instances=["one"]))) == SERVER
+
+
+def test_all_takes_instances_that_hold_the_gpus_and_no_others(tree: ProcTree) -> None:
+    server(tree, (0, 1), 500, environ={"CLEANSLATE_INSTANCE": "one"})
+    server(tree, (2, 3), 700, environ={"CLEANSLATE_INSTANCE": "two"})
+    record(tree, "one", gpus=[uuid(0), uuid(1)])
+    record(tree, "two", gpus=[uuid(2), uuid(3)])
+    plan = Scene(tree, devices=["0", "1"]).plan("all")
+    assert set(targets(plan)) == SERVER
+    assert set(spared(plan).values()) <= {"other_instance", "neighbour", "other_gpus"}
+    assert {700, 702, 703} <= set(spared(plan))
 
 
 def test_an_instance_whose_record_is_lost_is_known_by_its_mark(tree: ProcTree) -> None:
@@ -583,6 +593,43 @@ def test_from_the_hypervisor_a_guests_service_goes_with_its_main_process(tree: P
     assert [(stop.key, set(stop.pids)) for stop in plan.units] == [(inside, {50500, 50501})]
     named = scene.plan("instances", units=["llm"])
     assert targets(named) == {50500: "unit", 50501: "unit"}
+
+
+def test_from_the_hypervisor_an_instance_of_a_guest_is_known_by_its_mark(tree: ProcTree) -> None:
+    # Its record is in the guest, where this call does not look; the guest next door has one of the same name.
+    environ = {"CLEANSLATE_INSTANCE": "main"}
+    for pid, guest, gpu in ((50500, 129, 0), (60500, 130, 1)):
+        tree.add(
+            pid,
+            argv=LAUNCH,
+            maps=[tree.gpu(gpu)],
+            cgroup="/lxc/%d/ns/system.slice/x.service" % guest,
+            nspid=[pid, 77],
+            environ=environ,
+        )
+    chosen = Scene(tree, containers=["129"])
+    assert targets(chosen.plan("instances", instances=["main"])) == {50500: "instance"}
+    assert spared(chosen.plan("match")) == {50500: "other_instance", 60500: "other_container"}
+    assert targets(chosen.plan("all")) == {50500: "match"}
+
+
+def test_from_the_hypervisor_guests_that_were_not_chosen_are_not_entered(tree: ProcTree) -> None:
+    for pid, guest, gpu in ((50500, 129, 0), (60500, 130, 1)):
+        group = "/lxc/%d/ns/system.slice/llm.service" % guest
+        tree.add(pid, argv=LAUNCH, maps=[tree.gpu(gpu)], cgroup=group, nspid=[pid, 77])
+    asked: list[UnitKey] = []
+
+    class Asked(Systemd):
+        def show(self, keys: Any) -> dict[UnitKey, UnitState]:
+            asked.extend(keys)
+            return {}
+
+    for scope in ("match", "all"):
+        options = PlanOptions.from_params({"scope": scope})
+        with tree.surveyor(containers=["129"]) as surveyor:
+            gather(surveyor.look(), options, Asked(), surveyor.fs)
+        assert asked == [UnitKey("llm.service", None, "129")]
+        asked.clear()
 
 
 def test_who_could_not_be_looked_at_is_told(tree: ProcTree) -> None:

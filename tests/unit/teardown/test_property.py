@@ -96,6 +96,8 @@ class World:
     ) -> None:
         self.table = table
         self.selected = devices or frozenset(range(GPUS))
+        #: Instances that may hold a selected GPU, where every holder is asked for.
+        self.holding: set[str | None] = set()
         self.named = named
         self.tree = ProcTree(folder, gpus=GPUS)
         for name, gpus in (("mine", [0]), ("theirs", [1])):
@@ -149,7 +151,7 @@ class World:
 
     def forbidden(self, pid: int) -> bool:
         one = self.table[pid]
-        mine = one.instance == "mine" and self.named
+        mine = (one.instance == "mine" and self.named) or one.instance in self.holding
         return (
             not self.alive(pid)
             or pid in self.own
@@ -181,6 +183,8 @@ def test_exactly_the_plan_is_signalled(
     with tempfile.TemporaryDirectory() as folder:
         named = named or scope == "instances"
         world = World(table, devices, own, named, Path(folder))
+        if scope == "all":
+            world.holding = {one.instance for pid, one in table.items() if world.may_use(pid)} - {None}
         options: dict[str, Any] = {"scope": scope, "instances": ["mine"] if named else []}
         planned = world.scene.plan(**options)
         told = planned.target_pids
