@@ -42,7 +42,8 @@ options:
     default: 30.0
   interval:
     description:
-      - Seconds between two looks.
+      - Seconds from the beginning of one look to that of the next. Where only memory lags behind its last holder it
+        looks more often for a second.
     type: float
     default: 0.05
   stable_polls:

@@ -10,11 +10,14 @@ lists it there; a process that merely keeps another GPU's node open does neither
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pwd
+import select
 import typing as t
 
+from ..common.clock import Clock
 from ..common.errors import CleanslateError
 from ..common.text import show
 from ..proc.attribution import Attribution, attribute
@@ -22,7 +25,8 @@ from ..proc.scan import Found, Key, ScanResult, Stat, Unreadable, Watch, scan
 from ..proc.table import Process, ProcFS, Vanished, ancestors
 from ..state.instance import belongs
 from ..state.record import InstanceRecord, RecordStore
-from .devices import Devices, Gpu, combine, find_nodes, select
+from .devices import Devices, Gpu, combine, find_nodes
+from .devices import select as select_gpus
 from .masks import names_only_others
 from .nvml import NvmlSession, NvmlSnapshot, NvmlSource
 from .safe import is_own_child, safe_reason
@@ -227,7 +231,7 @@ class Surveyor:
         if nvml or self._snapshot is None:
             self._snapshot = self._nvml.snapshot()
         devices = combine(nodes, self._snapshot, self.fs.root)
-        select(devices, self.options.devices)
+        select_gpus(devices, self.options.devices)
         store = RecordStore(self.options.state_dir)
         survey = Survey(
             self.options, devices, result, self._snapshot, store.all(), self.fs.boot_id(), frozenset(own), self.fs
@@ -235,6 +239,24 @@ class Surveyor:
         self._check_containers(survey)
         survey.holdings = list(self._holdings(survey, self._snapshot))
         return survey
+
+    def pause(self, seconds: float, pids: t.Collection[int], clock: Clock) -> None:
+        """Wait between two looks, no longer than until one of these processes ends."""
+        if not pids or self.fs.root != "/proc":
+            clock.pause(seconds)
+            return
+        poller = select.poll()
+        with contextlib.ExitStack() as stack:
+            for pid in pids:
+                try:
+                    fd = os.pidfd_open(pid)
+                except ProcessLookupError:
+                    return
+                except OSError:  # no descriptor is left: those that are watched are enough for a wake-up
+                    break
+                stack.callback(os.close, fd)
+                poller.register(fd, select.POLLIN)
+            poller.poll(seconds * 1000)
 
     def _own(self) -> set[int]:
         """This process, its ancestors, and the child that asks NVML. Asked anew each time: a parent may end."""

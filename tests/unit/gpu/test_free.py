@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ansible_collections.cleanslate.inference.plugins.module_utils.common.clock import Clock
 from ansible_collections.cleanslate.inference.plugins.module_utils.common.errors import CleanslateError
 from ansible_collections.cleanslate.inference.plugins.module_utils.gpu.free import (
     FreeOptions,
@@ -24,6 +28,7 @@ from ansible_collections.cleanslate.inference.plugins.module_utils.gpu.nvml impo
     missing_fault,
     timeout_fault,
 )
+from ansible_collections.cleanslate.inference.plugins.module_utils.gpu.survey import SurveyOptions, Surveyor
 from ansible_collections.cleanslate.inference.plugins.module_utils.gpu.verdict import Limits, judge
 from ansible_collections.cleanslate.inference.plugins.module_utils.state.record import InstanceRecord, RecordStore
 
@@ -569,8 +574,63 @@ def test_it_waits_for_the_memory_to_come_back(tree: ProcTree) -> None:
     clock = FakeClock()
     result = check(tree, clock, timeout=30)
     assert (result["verdict"], result["polls"]) == ("free", 6)
-    assert clock.pauses == [0.05] * 5
-    assert result["waited"] == pytest.approx(0.25)
+    # Memory follows its holder soon: looked at often, and the clean looks lie an interval apart.
+    assert clock.pauses == [0.005] * 4 + [0.05]
+    assert result["waited"] == pytest.approx(0.07)
+
+
+def test_it_looks_less_often_when_the_memory_does_not_come_back(tree: ProcTree) -> None:
+    tree.nvml.set(0, used=47900)
+    clock = FakeClock()
+    check(tree, clock, timeout=3)
+    assert clock.pauses[0] == 0.005
+    assert clock.pauses[-2] == 0.05
+    assert len(clock.pauses) < 200 + 2 / 0.05 + 3
+
+
+def test_the_interval_counts_from_the_beginning_of_a_look(tree: ProcTree) -> None:
+    clock = FakeClock()
+
+    def slow(number: int) -> None:
+        clock.time += 0.03 if number == 1 else 0.2
+
+    tree.nvml.before = slow
+    check(tree, clock)
+    assert clock.pauses == [pytest.approx(0.02)]
+    clock.pauses.clear()
+    tree.nvml.before = lambda number: slow(2)
+    check(tree, clock)
+    assert clock.pauses == [0.0]
+
+
+def test_a_pause_ends_with_the_holder(dev: Path, tmp_path: Path) -> None:
+    options = SurveyOptions(dev_dir=str(dev), state_dir=str(tmp_path))
+    surveyor = Surveyor(options, nvml=FakeNvml(nvml_gpus(2)), pids=[], self_pid=0)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as holder:
+        assert holder.stdin is not None
+        threading.Timer(0.2, holder.stdin.close).start()
+        began = time.monotonic()
+        surveyor.pause(30.0, {holder.pid}, Clock())
+        assert 0.1 < time.monotonic() - began < 20
+        holder.wait()
+    began = time.monotonic()
+    surveyor.pause(30.0, {holder.pid}, Clock())
+    assert time.monotonic() - began < 20
+
+
+def test_while_somebody_holds_it_looks_once_an_interval(tree: ProcTree) -> None:
+    tree.add(471, opens=[tree.gpu(0)], maps=[tree.gpu(0)])
+    clock = FakeClock()
+
+    def ends_at_the_third(number: int) -> None:
+        if number == 3:
+            tree.end(471)
+
+    tree.nvml.before = ends_at_the_third
+    result = check(tree, clock, timeout=30)
+    # It had ended after the third look at the processes; two clean ones follow.
+    assert (result["verdict"], result["polls"]) == ("free", 5)
+    assert clock.pauses == [0.05, 0.05, 0.05, 0.05]
 
 
 def test_a_holder_that_comes_back_starts_the_count_anew(tree: ProcTree) -> None:
