@@ -139,6 +139,10 @@ class _Guest:
         self.host = host
         self.guest = guest
         self.given = guest.handed
+        #: As they will be once those of cgroup version 1 are written anew, which is a finding of its own.
+        self.renewed = dataclasses.replace(
+            self.given, rules=tuple(dataclasses.replace(rule, current=True) for rule in self.given.rules)
+        )
         self.label = "container %d (%s)" % (guest.vmid, guest.name)
 
     def findings(self) -> t.Iterator[Finding]:
@@ -171,7 +175,9 @@ class _Guest:
             msg = "%s: `%s` is of cgroup version 1 and does nothing here. " % (self._line(rule.index), rule.line)
             msg += "Remove it." if new in lines else "Write `%s`." % new
             edit = Edit(rule.index, None if new in lines else new)
-            yield self._make("cgroup1_rule", WARNING, msg, edits=[edit])
+            # Harmless where the other rules do without it.
+            lacks = any(not self.given.allowed(d.kind, d.major, d.minor) for _path, d in self._mounted())
+            yield self._make("cgroup1_rule", ERROR if lacks else WARNING, msg, edits=[edit])
 
     def _targets(self) -> t.Iterator[Finding]:
         seen: dict[str, Passed] = {}
@@ -285,7 +291,7 @@ class _Guest:
         mounted = self._mounted()
         lacking: dict[tuple[str, int], list[str]] = {}
         for path, found in mounted:
-            if not self.given.allowed(found.kind, found.major, found.minor):
+            if not self.renewed.allowed(found.kind, found.major, found.minor):
                 lacking.setdefault((found.kind, found.major), []).append(path)
         useless = self._useless([found for _path, found in mounted])
         for (kind, major), paths in lacking.items():
@@ -313,9 +319,8 @@ class _Guest:
         used = {found.major for found in mounted}
         out = [
             rule
-            for rule in self.given.rules
-            if rule.current
-            and rule.allow
+            for rule in self.renewed.rules
+            if rule.allow
             and rule.kind == "c"
             and rule.major is not None
             and is_dynamic(rule.major)

@@ -126,4 +126,4 @@ def edited(conf: GuestConf, edits: t.Iterable[Edit]) -> str:
     gap: list[str] = []
     while tail and head and not head[-1].strip():
         gap.append(head.pop())
-    return "".join(line + "\n" for line in head + added + gap + tail)
+    return "".join(line + "\n" for line in head + added + gap[::-1] + tail)

@@ -93,6 +93,7 @@ class Executor:
             self._commands(wanted, row)
         except PctProblem as problem:
             row.update(failed=True, code=problem.code, msg=problem.message)
+            self._as_it_is(row)
         row["changed"] = row["state_changed"] or any(command["changed"] for command in row["commands"])
         row["seconds"] = round(self.clock.now() - started, 2)
         return row
@@ -115,7 +116,6 @@ class Executor:
         self._await_lock(wanted.vmid)
         for step in steps:
             self.reader.check()
-            row["state_changed"] = True
             if self.check_mode:
                 self.predicted[wanted.vmid] = step == "start"
             elif step == "start":
@@ -123,6 +123,13 @@ class Executor:
             else:
                 self._stop(wanted.vmid)
             row["status"] = "running" if step == "start" else "stopped"
+            row["state_changed"] = True
+
+    def _as_it_is(self, row: dict[str, t.Any]) -> None:
+        """After a failure: what state the container is in, and whether that is another one than before."""
+        if row["status_before"] and not self.check_mode:
+            row["status"] = "running" if self.machine.runs(row["vmid"]) else "stopped"
+            row["state_changed"] = row["state_changed"] or row["status"] != row["status_before"]
 
     def _runs(self, vmid: int) -> bool:
         return self.predicted.get(vmid, False) if vmid in self.predicted else self.machine.runs(vmid)
