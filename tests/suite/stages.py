@@ -93,6 +93,22 @@ STAGES: list[Stage] = [
     ),
 ]
 
+# -- the lab: real guests, started for it
+STAGES += [
+    Stage(
+        "lab",
+        # Real SGLang in a guest is Molecule's matter.
+        [
+            *(PYTHON, "-m", "pytest", "-q", "--junit-xml", REPORTS / "lab.xml"),
+            *("tests/lab/tests", "--ignore", "tests/lab/tests/test_sglang_cpu.py"),
+        ],
+        group="lab",
+        junit=REPORTS / "lab.xml",
+        needs=[linux, root],
+        timeout=600,
+    )
+]
+
 # -- Molecule: every scenario is a stage
 STAGES += [
     Stage(
