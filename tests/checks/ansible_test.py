@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from common import BUILD, CheckError, copy_sources, run
+from leftovers import end_left_behind
 
 COPY = BUILD / "ansible-test/ansible_collections/cleanslate/inference"
 HOME = BUILD / "ansible-test/home"
@@ -31,8 +32,17 @@ subprocess.check_call([sys.executable, "-m", "pip", "install", *packages])
 GET_PIP_VERSIONS = ("24_2", "25_2")  # asked for by ansible-core 2.19 and by 2.21
 
 
-def prepare() -> None:
-    copy_sources(COPY, leave_out=(".collections",), keep=("tests/output", ".git"))
+#: What is no part of the collection. For sanity: the lab, which stands in for other programs, and the link that makes
+#: the checkout a collection. For units: tests of the lab and of these checks, which stage unit runs; ansible-test runs
+#: each test in a child and does not end the fixtures that several tests share, here whole servers.
+LEFT_OUT = {
+    "sanity": (".collections", "benchmarks", "tests/lab"),
+    "units": ("tests/unit/checks", "tests/unit/standin"),
+}
+
+
+def prepare(command: str) -> None:
+    copy_sources(COPY, leave_out=LEFT_OUT[command], keep=("tests/output", ".git"))
     # ansible-test asks git for the files, and would find the checkout around it, which ignores build/.
     run(["git", "init", "--quiet"], cwd=COPY)
     cache = HOME / ".ansible/test/cache"
@@ -48,11 +58,10 @@ def prepare() -> None:
 
 
 def main() -> int:
-    prepare()
+    prepare(sys.argv[1])
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     options = {
-        # The lab is no part of the collection: it starts containers and stands in for other programs.
-        "sanity": ["--requirements", "--python", version, "--exclude", "tests/lab/"],
+        "sanity": ["--requirements", "--python", version],
         "units": ["--venv", "--python", version, "--num-workers", "2"],
     }[sys.argv[1]]
     environment = {**os.environ, "HOME": str(HOME), "ANSIBLE_HOME": str(HOME / ".ansible")}
@@ -67,7 +76,12 @@ def main() -> int:
     # What was found lies between pages about packages: say it once more, where it is seen.
     sys.stdout.buffer.write(b"\n" + b"".join(errors))
     sys.stdout.flush()
-    return process.wait()
+    code = process.wait()
+    # Of the environment, ansible-test hands little on but HOME.
+    left = end_left_behind(f"HOME={HOME}")
+    if left:
+        print("left running:", *left, sep="\n  ")
+    return code or bool(left)
 
 
 if __name__ == "__main__":

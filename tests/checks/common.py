@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
 COLLECTION = "cleanslate.inference"
 
+sys.path.append(str(ROOT / "tests/suite"))
+
 
 class CheckError(Exception):
     """What was found; the message is for the contributor who caused it."""

@@ -17,8 +17,11 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
+from leftovers import end_left_behind
 from stage import BUILD, LOGS, ROOT, Outcome, Stage, read_junit
 
+#: Tells what a stage started. With the pid, because several checkouts may be checked at the same time.
+MARK = f"CLEANSLATE_STAGE_{os.getpid()}"
 BESIDE_EACH_OTHER = 2
 TAIL_LINES = 60
 
@@ -101,7 +104,7 @@ class Runner:
                     process = subprocess.Popen(
                         [str(word) for word in stage.command],
                         cwd=stage.cwd,
-                        env=environment(stage),
+                        env={**environment(stage), MARK: stage.name},
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=subprocess.STDOUT,
@@ -110,11 +113,11 @@ class Runner:
                 except OSError as error:
                     return f"could not start: {error}"
                 self._running.add(process.pid)
-            try:
-                return self._wait(process, stage.timeout)
-            finally:
-                with self._lock:
-                    self._running.discard(process.pid)
+            reason = self._wait(process, stage.timeout)
+            with self._lock:
+                self._running.discard(process.pid)
+            left = end_left_behind(f"{MARK}={stage.name}", process.pid)
+            return reason or (f"left running: {', '.join(left)}" if left else "")
 
     def _wait(self, process: subprocess.Popen[bytes], timeout: float) -> str:
         try:
@@ -128,10 +131,9 @@ class Runner:
                 _signal_group(process.pid, signal.SIGKILL)
                 process.wait()
             return f"not done after {timeout:.0f} s"
-        left = _left_behind(process.pid)
         if code:
             return f"exit code {code}"
-        return f"left processes running: {left}" if left else ""
+        return ""
 
     def _report(self, outcome: Outcome) -> None:
         verdict = "FAILED" if outcome.failed else "ok" if outcome.passed else "skipped"
@@ -173,27 +175,3 @@ def _signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
     except ProcessLookupError:
         pass  # it ended by itself
-
-
-def _left_behind(group: int) -> str:
-    """Processes of the stage's group that outlive it by more than a moment; they are ended."""
-    deadline = time.monotonic() + 5
-    while members := _members(group):
-        if time.monotonic() > deadline:
-            _signal_group(group, signal.SIGKILL)
-            return ", ".join(members)
-        time.sleep(0.05)
-    return ""
-
-
-def _members(group: int) -> list[str]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            head, tail = stat.read_text(errors="replace").rsplit(")", 1)
-        except OSError:
-            continue  # gone meanwhile
-        state, _parent, its_group = tail.split()[:3]
-        if int(its_group) == group and state not in "ZX":
-            found.append(head.replace(" (", " ", 1))
-    return found

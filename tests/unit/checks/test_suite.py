@@ -143,15 +143,17 @@ def test_a_stage_that_hangs_is_ended(suite: Suite) -> None:
     assert lines[-1] == "1 passed, 1 failed, 0 skipped"
 
 
-def test_processes_left_running_are_a_failure_and_are_ended(suite: Suite) -> None:
+@pytest.mark.parametrize("own_session", [False, True])
+def test_processes_left_running_are_a_failure_and_are_ended(suite: Suite, own_session: bool) -> None:
     leave = (
         "import subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "code = 'import time; time.sleep(600)'\n"
+        f"child = subprocess.Popen([sys.executable, '-c', code], start_new_session={own_session})\n"
         "open('pid', 'w').write(str(child.pid))"
     )
     code, lines = suite.run(f"stage('leaves', {leave!r})")
     assert code == 1
-    assert any("left processes running" in line for line in lines)
+    assert any("left running" in line for line in lines)
     assert _gone(int((suite.root / "pid").read_text()))
 
 
