@@ -7,11 +7,12 @@ Where GPU_TEST_DEV_DIR is set it opens and maps the stand-in nodes there instead
 GPU_TEST_HOLDER (JSON), so that its command line is the one of the job that it stands for:
   device     ordinal among the GPUs that CUDA_VISIBLE_DEVICES leaves (default 0); in simulation the minor
   mib        memory to take; 0: only initialise CUDA, as SGLang's detokenizer does
+  nodes      true: have the nodes of all GPUs open, as SGLang does (it asks NVML)
   behaviour  plain | heir (forks, and the child waits for ever) | leaderless (the main thread ends, one with a CUDA
              context lives on) | stubborn (ignores TERM) | polite (ends itself at TERM)
   name       what the kernel shall call it
 
-It prints one line of JSON when it holds, and takes another N MiB for each line "N" on its stdin.
+It prints one line of JSON when it holds.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import platform
 import signal
 import sys
 import threading
+import warnings
 
 MIB = 1024**2
 PR_SET_NAME = 15
@@ -43,6 +45,15 @@ class Cuda:
         error = getattr(self._library, name)(*arguments)
         if error:
             sys.exit("%s fails with CUresult %d" % (name, error))
+
+    def open_nodes(self) -> None:
+        """By asking NVML, which knows nothing of CUDA_VISIBLE_DEVICES and keeps them open."""
+        self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        self._nvml.nvmlInit_v2()
+        count, handle = ctypes.c_uint(), ctypes.c_void_p()
+        self._nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        for index in range(count.value):
+            self._nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
 
     def take(self, mib: int) -> None:
         if not self._entered:
@@ -66,12 +77,17 @@ class Nodes:
         self._device = device
         self._maps: list[mmap.mmap] = []
 
+    def open_nodes(self) -> None:
+        """They are."""
+
     def take(self, mib: int) -> None:
         self._maps.append(mmap.mmap(self._open["nvidia%d" % self._device], 4096))
 
 
-def hold(device: int, mib: int) -> Cuda | Nodes:
+def hold(device: int, mib: int, nodes: bool = False) -> Cuda | Nodes:
     gpu = Nodes(device) if "GPU_TEST_DEV_DIR" in os.environ else Cuda(device)
+    if nodes:
+        gpu.open_nodes()
     if mib:
         gpu.take(mib)
     return gpu
@@ -79,15 +95,6 @@ def hold(device: int, mib: int) -> Cuda | Nodes:
 
 def say(**facts: object) -> None:
     print(json.dumps({"pid": os.getpid(), **facts}), flush=True)
-
-
-def serve(gpu: Cuda | Nodes) -> None:
-    """Wait for ever, taking more memory when told to."""
-    for line in sys.stdin:
-        gpu.take(int(line))
-        say(took=int(line))
-    while True:
-        signal.pause()
 
 
 def leaderless(device: int, mib: int) -> None:
@@ -118,15 +125,18 @@ def main() -> None:
     device, mib = wanted.get("device", 0), wanted["mib"]
     if behaviour == "leaderless":
         leaderless(device, mib)
-    gpu = hold(device, mib)
+    gpu = hold(device, mib, wanted.get("nodes", False))
     if behaviour == "heir":
+        # With CUDA's threads beside it: that is what the job does that is tested here.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
         if child:
             say(child=child)
         while True:
             signal.pause()
     say()
-    serve(gpu)
+    while gpu:
+        signal.pause()
 
 
 if __name__ == "__main__":

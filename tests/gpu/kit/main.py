@@ -32,7 +32,7 @@ SIMULATED = "GPU_TEST_SIMULATED"
 #: MiB, and seconds between the first look of the waiting check and the signal: other phases of its looks each time.
 DEATHS = [(4096, 0.00), (40960, 0.03), (102400, 0.06)] * 3
 #: A trial that takes longer has gone wrong.
-LIMIT = 240.0
+LIMIT = 150.0
 
 
 class Refused(Exception):
@@ -212,12 +212,11 @@ class Conductor:
         """One namespace from its beginning to its end."""
         if self.simulated:
             Path(os.environ["FAKE_NVML_CONF"]).write_text("")
-        subprocess.run(
-            [*self.command, sys.executable, stage.ENTRY, str(order)],
-            stdin=subprocess.DEVNULL,
-            timeout=LIMIT,
-            check=True,
-        )
+        command = [*self.command, sys.executable, stage.ENTRY, str(order)]
+        try:
+            subprocess.run(command, stdin=subprocess.DEVNULL, timeout=LIMIT, check=True)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            return {"failed": str(error)}
         return json.loads(order.with_name("result.json").read_text())
 
     def trial(self, state: State, method: str, record: bool) -> dict[str, Any]:
@@ -229,8 +228,6 @@ class Conductor:
                 if actor.outside:
                     process = outside.start(actor)
                     outside.enter(actor, process)
-                    if not self.simulated:
-                        self.round_off(process)
             result = self.run(order)
             if "failed" in result:
                 return {"state": state.name, "method": method, "failed": result["failed"]}
@@ -243,22 +240,6 @@ class Conductor:
             for process in outside.started:
                 process.kill()
                 process.wait()
-
-    def round_off(self, process: subprocess.Popen[str]) -> None:
-        """Let it take a little more until what nvidia-smi shows of it ends in 0, as one in ten amounts does."""
-        assert process.stdin is not None
-        for _ in range(10):
-            shown = subprocess.run(
-                ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"],
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout.strip()
-            if shown.endswith("0"):
-                return
-            process.stdin.write("2\n")
-            process.stdin.flush()
-            stage.Cast.answer(process, "the holder out of sight")
 
     def judged(self, state: State, result: dict[str, Any]) -> dict[str, Any]:
         """What is true of the moment of the verdict, and what the tool made of it."""

@@ -53,8 +53,14 @@ def _cell(trials: Sequence[Mapping[str, Any]]) -> list[str]:
         time += " (%.2f-%.2f)" % (min(walls), max(walls))
     wrong = sorted({label for trial in trials for label in trial["wrongly_killed"]})
     left = sorted({label for trial in trials for label in trial["left_over"]})
-    verdicts = sorted({"%s: %s" % (trial["verdict"], _right(trial)) for trial in trials})
+    verdicts = sorted({"%s: %s%s" % (trial["verdict"], _right(trial), _screen(trial)) for trial in trials})
     return [time, ", ".join(wrong) or "–", ", ".join(left) or "–", "; ".join(verdicts)]
+
+
+def _screen(trial: Mapping[str, Any]) -> str:
+    """The number as it stands on the screen, where fuser's PIDs stand before it in the same word."""
+    shown = trial.get("on_screen", "")
+    return "; it reads %s" % shown if shown and not trial["said"].startswith(shown + " ") else ""
 
 
 def _row(cells: Sequence[str]) -> str:

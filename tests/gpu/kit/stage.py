@@ -88,7 +88,7 @@ class Cast:
             words,
             executable=executable,
             env={**os.environ, "PYTHONHOME": sys.base_prefix, **environment},
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -101,6 +101,7 @@ class Cast:
         # Where GPUs are hidden the others are counted from 0; the stand-in nodes keep their numbers.
         device = 0 if actor.visible is not None and not self.simulate else actor.gpu
         wanted = {"device": device, "mib": actor.mib, "behaviour": actor.behaviour, "name": actor.title}
+        wanted["nodes"] = actor.nodes
         environment = {"GPU_TEST_HOLDER": json.dumps(wanted), "FAKE_GPU_MIB": str(actor.mib)}
         if not actor.mib:
             environment["FAKE_GPU_LISTED"] = "0"

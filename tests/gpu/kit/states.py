@@ -27,6 +27,8 @@ class Actor:
     title: str = ""
     #: CUDA_VISIBLE_DEVICES; None: unset.
     visible: str | None = None
+    #: It has the nodes of all GPUs open, whatever it uses.
+    nodes: bool = False
     #: In a PID namespace of its own, below that of the trial.
     namespace: bool = False
     #: Outside of the trial's PID namespace: out of everybody's sight there.
@@ -55,7 +57,7 @@ class State:
 def sglang(gpu: int, *, spared: bool, visible: str | None, suffix: str = "") -> tuple[Actor, ...]:
     """What stays of a server when its main process is gone: the scheduler has the memory; the detokenizer has only
     initialised CUDA, and NVML never lists it."""
-    common = {"gpu": gpu, "visible": visible, "spared": spared}
+    common = {"gpu": gpu, "visible": visible, "spared": spared, "nodes": True}
     return (
         Actor("scheduler" + suffix, title="sglang::scheduler_TP0", **common),
         Actor("detokenizer" + suffix, title="sglang::detokenizer", mib=0, **common),
@@ -77,8 +79,8 @@ STATES = (
     State("protected", "two CUDA processes on one GPU, one of them protected",
           (Actor("job"), Actor("colleague", mib=1024, script=COLLEAGUE, spared=True)),
           options={"protect": [COLLEAGUE]}, can_be_free=False),
-    State("out-of-sight", "a CUDA process in a PID namespace that nobody here sees; its memory ends in 0",
-          (Actor("foreigner", mib=8190, outside=True, spared=True),), can_be_free=False),
+    State("out-of-sight", "a CUDA process in a PID namespace that nobody here sees",
+          (Actor("foreigner", mib=8192, outside=True, spared=True),), can_be_free=False),
     State("neighbour", "a crashed server on GPU 0; one on GPU 1 serves, with all nodes open",
           sglang(0, spared=False, visible="0") + sglang(1, spared=True, visible="1", suffix=" of GPU 1"),
           gpus=2, scope="match", devices=("0",)),
