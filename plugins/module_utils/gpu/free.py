@@ -16,9 +16,9 @@ from ..proc.identity import require_kernel
 from .survey import Survey, SurveyOptions, Surveyor
 from .verdict import FREE, Limits, Note, Reason, Verdict, judge, without
 
-#: Memory comes back up to 0.4 s after its last holder has gone (measured, H200): looked at so often meanwhile, for so
-#: long (seconds).
-_EAGER_PAUSE = 0.005
+#: Memory comes back up to 0.4 s after its last holder has gone (measured, H200): looked at so often meanwhile, from the
+#: beginning of one look to that of the next, and for so long (seconds).
+_EAGER_INTERVAL = 0.005
 _EAGER = 1.0
 
 
@@ -33,9 +33,9 @@ class FreeOptions:
 
     def check(self) -> None:
         """Raise CleanslateError on values that mean nothing, naming the option."""
-        if self.timeout < 0:
+        if not 0 <= self.timeout < float("inf"):
             raise CleanslateError("timeout: %g s is no time to wait; give 0 or more." % self.timeout)
-        if self.interval <= 0:
+        if not 0 < self.interval < float("inf"):
             raise CleanslateError("interval: %g s between two looks is too short; give more than 0." % self.interval)
         if self.stable_polls < 1:
             raise CleanslateError("stable_polls: at least one look is needed, not %d." % self.stable_polls)
@@ -87,9 +87,8 @@ def prove_free(surveyor: Surveyor, options: FreeOptions, clock: Clock | None = N
         if holders:
             held = deadline.elapsed
         eager = not clean and not holders and deadline.elapsed - held < _EAGER
-        pause = max(0.0, options.interval - (deadline.elapsed - began))
-        if eager:
-            pause = min(pause, _EAGER_PAUSE)
+        interval = min(options.interval, _EAGER_INTERVAL) if eager else options.interval
+        pause = max(0.0, interval - (deadline.elapsed - began))
         surveyor.pause(pause if clean else min(pause, deadline.left), holders, deadline.clock)
 
 

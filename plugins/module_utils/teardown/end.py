@@ -323,10 +323,15 @@ class _Ender:
             if self.admit(plan):
                 return plan
             # Only such parents are waited for, and only as long as there is one.
-            if not any(self.kernel.look(parent) for parent in self.parents) or self.clock.now() >= until:
+            if not any(map(self.lives, self.parents)) or self.clock.now() >= until:
                 return None
             self.reader.check()
             self.clock.pause(_LINGER / 5)
+
+    def lives(self, identity: Identity) -> bool:
+        """Whether a process can still do something: one that has ended and is not reaped cannot."""
+        process = self.kernel.look(identity)
+        return process is not None and not process.zombie
 
     def another_generation(self) -> bool:
         """All have ended: is there anybody new? Returns whether there is more to do."""

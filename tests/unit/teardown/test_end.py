@@ -45,6 +45,21 @@ def test_term_is_enough_for_most(scene: Scene) -> None:
     assert outcome.elapsed == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_living_parent_gets_the_moment_that_it_needs_and_a_dead_one_none(scene: Scene, ends: bool) -> None:
+    scene.tree.add(400, comm="bash", argv=["bash", "run.sh"])
+    holder(scene, 500, ppid=400)
+
+    def zombie(pid: int) -> None:
+        scene.tree.end(400)
+        scene.tree.add(400, comm="bash", state="Z")
+
+    if ends:
+        scene.kernel.on_end = zombie
+    elapsed = scene.end().elapsed
+    assert elapsed == pytest.approx(0.1) if ends else 0.6 <= elapsed < 0.8
+
+
 def test_who_goes_with_another_is_told_too(scene: Scene) -> None:
     """A worker that dies with its parent before its own turn (PR_SET_PDEATHSIG)."""
     holder(scene, 500)
