@@ -42,7 +42,9 @@ class ActionModule(ActionBase):
         hosts = list(task_vars.get("ansible_play_hosts_all") or [])
         hostvars = task_vars["hostvars"]
         check = bool(self._task.check_mode)
-        rows = [node_row(host, hostvars[host], check) for host in hosts]
+        run_tags, skip_tags = (list(task_vars.get(name) or []) for name in ("ansible_run_tags", "ansible_skip_tags"))
+        partly = run_tags not in ([], ["all"]) or bool(skip_tags)
+        rows = [node_row(host, hostvars[host], check, partly) for host in hosts]
         bad = [row for row in rows if not row["ok"]]
         path = os.path.abspath(os.path.expanduser(arguments["path"])) if arguments["path"] else ""
         if path:

@@ -21,14 +21,19 @@ STEPS = (
 )
 #: Set by the playbooks' rescue: a step that failed without a result of its own (a template, an assertion).
 FAILURE = "__cleanslate_failure"
-GOOD = frozenset(["free", "serving", "converged", "would free", "would launch", "nothing to do"])
+GOOD = frozenset(["free", "serving", "converged", "would free", "would launch", "partly done"])
 #: Characters of a reason in the table; the file has all of it.
 REASON_WIDTH = 300
 REPORT_HEADERS = ("node", "instance", "outcome", "GPUs free", "ended", "seconds", "reason")
 
 
-def node_row(host: str, variables: t.Mapping[str, t.Any], check: bool = False) -> dict[str, t.Any]:
-    """One row of the report. C(outcome) is one of GOOD, or C(blocked), C(failed), C(unreachable), C(not run)."""
+def node_row(
+    host: str, variables: t.Mapping[str, t.Any], check: bool = False, partly: bool = False
+) -> dict[str, t.Any]:
+    """One row of the report. C(outcome) is one of GOOD, or C(blocked), C(failed), C(unreachable), C(not run).
+
+    C(partly): only some steps were asked for (C(--tags)), so that a run that ends after them is as asked for.
+    """
     done: dict[str, t.Mapping[str, t.Any]] = {}
     for step, variable in STEPS:
         result = variables.get(variable)
@@ -49,6 +54,8 @@ def node_row(host: str, variables: t.Mapping[str, t.Any], check: bool = False) -
         "warnings": [w for r in done.values() for w in r.get("warnings", [])],
     }
     row["outcome"], row["step"], row["reason"] = _outcome(done, variables.get(FAILURE), check)
+    if partly and done and row["outcome"] == "not run":
+        row["outcome"], row["reason"] = "partly done", "only some steps were asked for: up to '%s'" % row["step"]
     row["ok"] = row["outcome"] in GOOD
     return row
 

@@ -102,3 +102,14 @@ def test_teardown_alone_is_judged_by_the_proof(free: dict, check: bool, outcome:
 
 def test_simulated_is_said_in_every_row() -> None:
     assert "simulated" in cells(row(LOOK, {}, TEARDOWN, dict(FREE, simulated=True)))[-1]
+
+
+def test_who_asks_for_some_steps_gets_them() -> None:
+    """C(--tags plan) ends after the plan, and that is no failure; a step that failed still is one."""
+    asked = {variable: result for (_step, variable), result in zip(STEPS[:2], [LOOK, PLAN], strict=True)}
+    found = node_row("node1", asked, partly=True)
+    assert (found["outcome"], found["ok"]) == ("partly done", True)
+    assert "'plan'" in found["reason"]
+    assert not node_row("node1", {}, partly=True)["ok"]
+    assert not node_row("node1", dict(asked, __cleanslate_failure={"msg": "no"}), partly=True)["ok"]
+    assert not node_row("node1", dict(asked, __sglang_server_plan=dict(PLAN, failed=True)), partly=True)["ok"]
