@@ -61,6 +61,12 @@ def fuser(node: str) -> set[int]:
     return {int(word) for word in done.stdout.split()}
 
 
+def worked() -> float:
+    """Processor time of this process and of those that it started and that have ended, in seconds."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
 def measure(processes: int, descriptors: int, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         node = os.path.join(folder, "nvidia0")
@@ -70,21 +76,31 @@ def measure(processes: int, descriptors: int, rounds: int) -> None:
             Path(node).touch()
         crowd(processes, descriptors, node)
         times: dict[str, list[float]] = {"scan": [], "fuser": []}
+        work: dict[str, list[float]] = {"scan": [], "fuser": []}
         for _ in range(rounds):
-            started = time.perf_counter()
+            started, before = time.perf_counter(), worked()
             found = ours(node)
             times["scan"].append(time.perf_counter() - started)
-            started = time.perf_counter()
+            work["scan"].append(worked() - before)
+            # The helpers of a scan share its memory; what they wrote themselves is at most what the largest has.
+            helper = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+            started, before = time.perf_counter(), worked()
             theirs = fuser(node)
             times["fuser"].append(time.perf_counter() - started)
+            work["fuser"].append(worked() - before)
             assert set(found.found) == theirs, "the two disagree"
     medians = {name: statistics.median(values) for name, values in times.items()}
+    effort = {name: statistics.median(values) for name, values in work.items()}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print("%d processes with %d descriptors each, %d rounds in turn" % (found.processes, descriptors, rounds))
-    print("scan   %6.1f ms (%d holders)" % (medians["scan"] * 1e3, len(found.found)))
-    print("fuser  %6.1f ms" % (medians["fuser"] * 1e3))
-    print("ratio  %6.2f" % (medians["scan"] / medians["fuser"]))
-    print("memory %6.1f MiB" % peak)
+    print(
+        "%d processes with %d descriptors each, %d rounds in turn, %d processors"
+        % (found.processes, descriptors, rounds, len(os.sched_getaffinity(0)))
+    )
+    print("        time      processor time")
+    print("scan   %6.1f ms  %6.1f ms (%d holders)" % (medians["scan"] * 1e3, effort["scan"] * 1e3, len(found.found)))
+    print("fuser  %6.1f ms  %6.1f ms" % (medians["fuser"] * 1e3, effort["fuser"] * 1e3))
+    print("ratio  %6.2f     %6.2f" % (medians["scan"] / medians["fuser"], effort["scan"] / effort["fuser"]))
+    print("memory %6.1f MiB, of one helper %.1f MiB" % (peak, helper))
 
 
 def main() -> int:

@@ -16,6 +16,8 @@ import os
 import re
 import typing as t
 
+from ..common.errors import CleanslateError
+from ..common.text import show
 from ..proc.table import Process
 from .nvml import CHILD_NAME
 
@@ -132,6 +134,17 @@ def is_own_child(process: Process) -> bool:
 
 def _interpreter(process: Process) -> list[str]:
     return [os.path.basename(name) for name in [process.exe or "", *process.argv[:1]] if name]
+
+
+def check_protect(names: t.Iterable[str]) -> None:
+    """Raises CleanslateError when one of them can be nobody's name, so that it would protect nobody."""
+    for name in names:
+        if not name.strip() or name == "/" or any(letter in name for letter in "*?"):
+            raise CleanslateError(
+                "protect: %r protects nobody. Names are compared whole, there are no wildcards: write a program's name "
+                "or path, or a process's title." % show(name),
+                option="protect",
+            )
 
 
 def safe_reason(process: Process, protect: t.Iterable[str] = ()) -> str | None:

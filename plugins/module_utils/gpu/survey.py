@@ -29,7 +29,7 @@ from .devices import Devices, Gpu, combine, find_nodes
 from .devices import select as select_gpus
 from .masks import names_only_others
 from .nvml import NvmlSession, NvmlSnapshot, NvmlSource
-from .safe import is_own_child, safe_reason
+from .safe import check_protect, is_own_child, safe_reason
 
 USE, UNPROVEN, NEIGHBOUR, BENIGN = "use", "unproven", "neighbour", "benign"
 
@@ -199,12 +199,13 @@ class Surveyor:
         self._self_pid = self_pid if self_pid is not None else (os.getpid() if self.fs.root == "/proc" else 0)
         self._ancestors: set[int] = set()
         self._uids = uids_of(options.users)
+        check_protect(options.protect)
         self._snapshot: NvmlSnapshot | None = None
         self._nodes = find_nodes(options.dev_dir, self.fs.root, simulated, stat)
         timeout = options.nvml_timeout
         if timeout is None:
             timeout = 10.0 + 3.0 * len(self._nodes.gpus)
-        if timeout <= 0:
+        if not 0 < timeout < float("inf"):
             raise CleanslateError("nvml_timeout: %g is no time to wait; give seconds above 0." % timeout)
         self._nvml: NvmlSource = nvml if nvml is not None else NvmlSession(options.pynvml_path, timeout)
 
@@ -365,7 +366,8 @@ def uids_of(users: t.Sequence[str]) -> frozenset[int] | None:
         return None
     out = set()
     for user in users:
-        if user.isdigit():
+        # A container has users that this machine knows by number only; the last number is no user's.
+        if user.isascii() and user.isdigit() and int(user) < 2**32 - 1:
             out.add(int(user))
             continue
         try:

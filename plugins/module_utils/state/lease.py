@@ -138,6 +138,8 @@ class Lease:
         Waits at most C(timeout) seconds. With a run id the lease is renewed at the start and at the end and stays
         (unless C(release)); without one it goes with the module. Raises LeaseHeld when another run has the node.
         """
+        if not 0 <= timeout < float("inf"):
+            raise CleanslateError("lock_timeout: must be 0 or more seconds (0 means do not wait).")
         ensure_dir(self.run_dir, "run_dir")
         with contextlib.ExitStack() as stack:
             self._enter(stack, Deadline(clock or Clock(), timeout))

@@ -23,12 +23,14 @@ FORMAT = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 
-def check_name(name: str) -> str:
-    """Return C(name) if it can name an instance, a unit and a file. Raises CleanslateError otherwise."""
+def check_name(name: str, option: str = "instance") -> str:
+    """Return C(name) if it can name an instance, a unit and a file. Raises CleanslateError naming C(option)
+    otherwise."""
     if _NAME.fullmatch(name) is None:
         raise CleanslateError(
-            "instance: %r is no name. Use letters, digits, '.', '_' and '-', at most 63, the first a letter or digit."
-            % show(name)
+            "%s: %r is no name. Use letters, digits, '.', '_' and '-', at most 63, the first a letter or digit."
+            % (option, show(name)),
+            option=option,
         )
     return name
 

@@ -64,7 +64,7 @@ class PlanOptions:
                 "or all (those and every unprotected holder).",
                 option="scope",
             )
-        instances = tuple(check_name(str(name)) for name in params.get("instances") or ())
+        instances = tuple(check_name(str(name), "instances") for name in params.get("instances") or ())
         units = tuple(check_unit(str(name)) for name in params.get("units") or ())
         if scope == "instances" and not instances and not units:
             raise CleanslateError(

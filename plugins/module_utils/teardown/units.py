@@ -23,6 +23,13 @@ _NAME = re.compile(r"[A-Za-z0-9:_.\\@][A-Za-z0-9:_.\\@-]{0,250}")
 # What holds whole sessions, users or machines together.
 _NEVER = re.compile(r"session-.*\.scope|user@.*\.service|init\.scope|.*\.slice|systemd-.*\.service|dbus.*\.service")
 _KINDS = ("service", "scope", "socket", "target", "timer", "path", "mount", "slice", "device", "swap", "automount")
+#: Kinds that run something or start what does; a target is one that carries no more than the server's own units.
+_STOPPABLE = ("service", "scope", "socket", "timer", "path", "target")
+_SYSTEM_TARGETS = re.compile(
+    r"(?:basic|sysinit|default|multi-user|graphical|rescue|emergency|shutdown|umount|final|exit|halt|poweroff|reboot"
+    r"|kexec|suspend|hibernate|sleep|sockets|timers|paths|slices|swap|getty.*|network.*|nss-.*|time-.*|initrd.*"
+    r"|local-fs.*|remote-fs.*|cryptsetup.*|systemd-.*)\.target"
+)
 _PROPERTIES = ("Id", "LoadState", "ActiveState", "SubState", "MainPID", "ControlGroup", "Restart")
 
 
@@ -76,7 +83,13 @@ def check_unit(name: str) -> str:
         raise CleanslateError(
             "units: %r is no name of a unit. Write for example sglang-main.service." % show(name), option="units"
         )
-    if _NEVER.fullmatch(full):
+    if full.rpartition(".")[2] not in _STOPPABLE:
+        raise CleanslateError(
+            "units: %s runs no processes. Name the service (or scope, socket, timer, path, target) of the server."
+            % show(full),
+            option="units",
+        )
+    if _NEVER.fullmatch(full) or _SYSTEM_TARGETS.fullmatch(full):
         raise CleanslateError(
             "units: %s holds a session, a user or the system together and is never stopped. Name the server's own unit."
             % show(full),

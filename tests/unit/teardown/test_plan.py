@@ -559,7 +559,7 @@ def test_rows_have_the_shape_of_holders_and_are_printable(tree: ProcTree) -> Non
         ({}, "scope"),
         ({"scope": "everything"}, "scope"),
         ({"scope": "instances"}, "scope"),
-        ({"scope": "instances", "instances": ["../x"]}, "instance"),
+        ({"scope": "instances", "instances": ["../x"]}, "instances"),
         ({"scope": "instances", "units": ["session-3.scope"]}, "units"),
         ({"scope": "instances", "units": ["user@1000.service"]}, "units"),
         ({"scope": "instances", "units": ["init.scope"]}, "units"),

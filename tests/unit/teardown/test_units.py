@@ -175,6 +175,10 @@ def test_names_of_units(name: str, full: str) -> None:
         "user.slice",
         "dbus.service",
         "systemd-logind.service",
+        "multi-user.target",
+        "network-online.target",
+        "home.mount",
+        "dev-sda1.swap",
         "é",
     ],
 )
