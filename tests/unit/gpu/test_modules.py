@@ -96,6 +96,12 @@ def test_gpu_free_in_check_mode_is_decided_by_the_prediction(run: Run, tree: Pro
         {"users": ["no-such-user-here"]},
         {"containers": ["129"]},
         {"nvml_timeout": -1},
+        {"nvml_timeout": float("nan")},
+        {"timeout": float("nan")},
+        {"interval": float("inf")},
+        {"users": ["99999999999"]},
+        {"protect": ["exporter-*"]},
+        {"protect": [""]},
         {"dev_dir": "/no/such/folder"},
     ],
 )
