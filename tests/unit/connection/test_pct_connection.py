@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,24 @@ from ansible_collections.cleanslate.inference.plugins.doc_fragments import ssh_o
 NAME = "cleanslate.inference.pct"
 
 # Stands for ssh and the hypervisor: keeps its words, then runs the line with a pct that enters nothing. What the file
-# `fail` holds is said instead: its first line is the code, the rest goes to stderr.
+# `fail` holds is said instead: its first line is the code, the rest goes to stderr. What opens a connection, and what
+# asks the hypervisor about a guest, is kept apart and answered by the files `opened` and `view`.
 SSH = """#!/bin/sh
+for line do :; done
+case $line in
+:) echo open >> "$RECORD/opens"; [ ! -e "$RECORD/closed" ] || { cat "$RECORD/closed" >&2; exit 255; }; exit 0 ;;
+*"v=\\$1 t=\\$2"*) echo "$line" >> "$RECORD/looks"; cat "$RECORD/view"; exit ;;
+esac
 printf '%s\\n' "$@" > "$RECORD/words"
 echo run >> "$RECORD/runs"
-for line do :; done
 if [ -e "$RECORD/fail" ]; then tail -n +2 "$RECORD/fail" >&2; exit "$(head -n 1 "$RECORD/fail")"; fi
-pct() { while [ "$1" != -- ]; do shift; done; shift; "$@"; }
+pct() {
+    case $*,$(ls "$RECORD") in *keep-env*,*old*)
+        printf 'Unknown option: keep-env\\n400 unable to parse option\\n' >&2
+        return 2 ;;
+    esac
+    while [ "$1" != -- ]; do shift; done; shift; "$@"
+}
 eval "$line"
 """
 
@@ -58,6 +70,8 @@ def connect(record: Path, **variables: Any) -> Any:
         "ansible_pct_host": "px1",
         "ansible_user": "root",
         "ansible_ssh_executable": str(record / "ssh"),
+        "ansible_control_path_dir": str(record / "cp"),
+        "ansible_ssh_args": "-o ControlMaster=auto -o ControlPersist=60s",
         **variables,
     }
     connection.set_options(var_options={key: value for key, value in known.items() if value is not None})
@@ -101,10 +115,82 @@ def test_a_stopped_guest_is_unreachable_and_not_asked_again(record: Path) -> Non
 
 
 def test_an_unreachable_hypervisor_is_tried_again(record: Path) -> None:
-    (record / "fail").write_text("255\nssh: connect to host px1 port 22: No route to host\n", encoding="utf-8")
+    (record / "closed").write_text("ssh: connect to host px1 port 22: No route to host\n", encoding="utf-8")
     with pytest.raises(AnsibleConnectionFailure, match="No route to host"):
         connect(record, ansible_ssh_retries=1).exec_command("true")
+    assert (record / "opens").read_text(encoding="utf-8") == "open\nopen\n"
+    assert not (record / "runs").exists()
+
+
+def test_ssh_that_fails_before_the_command_began_is_tried_again(record: Path) -> None:
+    (record / "fail").write_text("255\nmux_client_request_session: read from master failed\n", encoding="utf-8")
+    with pytest.raises(AnsibleConnectionFailure, match="read from master failed"):
+        connect(record, ansible_ssh_retries=1).exec_command("true")
     assert (record / "runs").read_text(encoding="utf-8") == "run\nrun\n"
+
+
+@pytest.mark.parametrize("in_data", [None, b"module"])
+def test_a_command_that_was_cut_off_is_not_run_again(record: Path, in_data: bytes | None) -> None:
+    connection = connect(record, ansible_ssh_retries=3)
+    (record / "fail").write_text(f"255\n{connection._entry.token} in 77\nclosed by px1\n", encoding="utf-8")
+    with pytest.raises(AnsibleConnectionFailure, match="may still run in container 131 as process 77: closed by px1"):
+        connection.exec_command("true", in_data=in_data)
+    assert (record / "runs").read_text(encoding="utf-8") == "run\n"
+
+
+def test_a_guest_on_another_node_is_found(record: Path) -> None:
+    (record / "fail").write_text("2\nConfiguration file 'nodes/px1/lxc/131.conf' does not exist\n", encoding="utf-8")
+    (record / "view").write_text("at /etc/pve/nodes/px7/lxc/131.conf\nhere nodes/px1\n", encoding="utf-8")
+    with pytest.raises(AnsibleConnectionFailure, match="container 131 is on node px7, not on px1"):
+        connect(record).exec_command("true")
+
+
+def test_an_old_pct_is_asked_once(record: Path) -> None:
+    (record / "old").touch()
+    assert connect(record).exec_command("cat", in_data=b"in")[1] == b"in"
+    assert (record / "runs").read_text(encoding="utf-8") == "run\nrun\n"
+    assert connect(record).exec_command("cat", in_data=b"in")[1] == b"in"
+    assert (record / "runs").read_text(encoding="utf-8") == "run\nrun\nrun\n"
+
+
+def test_input_that_nobody_gives_is_empty(record: Path) -> None:
+    assert connect(record).exec_command("cat") == (0, b"", b"")
+
+
+def test_on_the_hypervisor_itself(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No ssh; pct is the one on PATH."""
+    pct_here = record / "pct"
+    pct_here.write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done; shift; exec "$@"\n', encoding="utf-8")
+    pct_here.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{record}:/usr/bin:/bin")
+    connection = connect(record, ansible_pct_mode="local", ansible_pct_host=None, ansible_pct_sudo=False)
+    assert connection.exec_command("echo out; echo err >&2; exit 255") == (255, b"out\n", b"err\n")
+    (record / "source").write_bytes(b"\x00" * 200_000)
+    connection.put_file(str(record / "source"), str(record / "there"))
+    connection.fetch_file(str(record / "there"), str(record / "back"))
+    assert (record / "back").read_bytes() == b"\x00" * 200_000
+    connection.reset()
+    assert not (record / "words").exists()
+
+
+def test_a_control_node_without_room(record: Path) -> None:
+    (record / "source").write_bytes(b"x" * 300_000)
+    with pytest.raises(AnsibleError, match=r"cannot write /dev/full on the control node: .*No space"):
+        connect(record).fetch_file(str(record / "source"), "/dev/full")
+    assert os.path.exists("/dev/full")
+
+
+def test_the_connections_own_arguments_go_last(record: Path) -> None:
+    """ssh takes the first of equal options: the user's."""
+    connect(record, ansible_ssh_common_args="-o ServerAliveInterval=3").exec_command("true")
+    given = [word for word in words(record) if word.startswith("ServerAliveInterval")]
+    assert given == ["ServerAliveInterval=3", "ServerAliveInterval=15"]
+
+
+def test_a_control_path_of_the_users_own_stays(record: Path) -> None:
+    connect(record, ansible_control_path="%(directory)s/mine").exec_command("true")
+    assert f'ControlPath="{record}/cp/mine"' in words(record)
+    assert not (record / "opens").exists()
 
 
 def test_the_id_and_the_host_come_from_an_inventory_of_proxmox_too(record: Path) -> None:
