@@ -105,7 +105,7 @@ STAGES += [
         group="lab",
         junit=REPORTS / "lab.xml",
         needs=[linux, root],
-        timeout=600,
+        timeout=1200,
     )
 ]
 
