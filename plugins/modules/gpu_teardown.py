@@ -31,7 +31,8 @@ options:
   instances:
     description:
       - Names of instances that were launched by M(cleanslate.inference.server_launch).
-      - Other instances are spared, whatever they match.
+      - Other instances are spared, whatever they match; under O(scope=all) those that hold none of the chosen GPUs.
+      - From a hypervisor, with O(containers), the instances of those containers are meant.
       - An instance that runs on none of O(devices) is spared.
     type: list
     elements: str
@@ -149,7 +150,9 @@ stopped_units:
   type: list
   elements: str
 ports:
-  description: Who listens on O(ports). Connections in TIME_WAIT are counted; they keep nobody from listening.
+  description:
+    - Who listens on O(ports). Connections in TIME_WAIT are counted; they keep nobody from listening who sets
+      SO_REUSEADDR, which C(note) says.
   returned: always
   type: list
   elements: dict

@@ -40,6 +40,16 @@ class PortState(t.NamedTuple):
     connections: int
 
     @property
+    def note(self) -> str:
+        """What to know of a port that nobody listens on; empty when there is nothing."""
+        if self.busy or not self.time_wait + self.connections:
+            return ""
+        return (
+            "free; the kernel remembers %d connections of its last server, so the next one must set SO_REUSEADDR, as "
+            "that one must have done (SGLang's does)" % (self.time_wait + self.connections)
+        )
+
+    @property
     def busy(self) -> bool:
         return bool(self.listeners)
 

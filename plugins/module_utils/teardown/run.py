@@ -108,6 +108,7 @@ def _common(survey: Survey, plan: Plan) -> dict[str, t.Any]:
                 ],
                 "time_wait": state.time_wait,
                 "connections": state.connections,
+                "note": state.note,
             }
             for state in plan.ports
         ],

@@ -75,12 +75,12 @@ class Hypervisor:
     def place(self, kind: str, path: str, content: bytes) -> None:
         self.ok("pct exec {%s} -- sh -c %s" % (kind, shlex.quote("cat >" + path)), content)
 
-    def plant(self, kind: str, *entries: dict[str, Any], before: str = "") -> None:
+    def plant(self, kind: str, *entries: dict[str, Any], terminal: bool = False) -> None:
         """Start holders in a guest (by pct exec: outside of every unit), or on the hypervisor (by ssh)."""
-        command = "%spython3 /run/plant.py %s" % (before, shlex.quote(json.dumps(entries)))
+        command = "python3 /run/plant.py %s" % shlex.quote(json.dumps(entries))
         if kind:
             command = "pct exec {%s} -- /opt/sglang/bin/%s" % (kind, command)
-        self.ok(command)
+        self.ok("script -qec %s /dev/null" % shlex.quote(command) if terminal else command)
 
     def planted(self) -> dict[str, int]:
         lines = self.ok("python3 -", PLANTED.encode()).splitlines()
@@ -163,12 +163,9 @@ def test_one_look_sees_and_attributes_the_holders_of_all_guests(host: Hypervisor
 
 
 def test_names_reach_the_terminal_in_print_only(host: Hypervisor) -> None:
-    for text in (
-        host.output("gpu_teardown", scope="instances", instances=["nobody"]),
-        host.output("gpu_free", fails=True, timeout=0.5),
-    ):
-        assert "\\x1b[2J" in text
-        assert "\npx1 | SUCCESS => {}" not in text
+    text = host.output("gpu_free", fails=True, timeout=0.5)
+    assert "\\x1b[2J" in text
+    assert "\npx1 | SUCCESS => {}" not in text
 
 
 def test_the_plan_names_who_is_chosen_and_touches_nobody(host: Hypervisor) -> None:
@@ -193,7 +190,7 @@ def test_a_container_that_is_not_there_ends_nobody(host: Hypervisor) -> None:
 
 def test_the_chosen_guests_holders_end_and_what_restarts_them_stays_stopped(host: Hypervisor) -> None:
     before = host.planted()
-    host.plant("privileged", {"name": "shm", "hold": []}, before="")
+    host.plant("privileged", {"name": "shm", "hold": []})
     residue = "/dev/shm/sgl_shm_mq_999999_0a1b2c3d"
     host.ok("pct exec {privileged} -- touch %s" % residue)
     chosen = [str(host.lab.vmid(kind)) for kind in ("privileged", "passthrough")]
@@ -219,9 +216,7 @@ def test_the_chosen_guests_holders_end_and_what_restarts_them_stays_stopped(host
 
 def test_what_other_guests_hold_is_blamed_on_them(host: Hypervisor) -> None:
     chosen = [str(host.lab.vmid(kind)) for kind in ("privileged", "passthrough")]
-    gpus = [str(host.gpu[kind]) for kind in ("privileged", "passthrough")]
-    assert host.module("gpu_free", containers=chosen, devices=gpus, timeout=5)["verdict"] == "free"
-    gpus.append(str(host.gpu["unprivileged"]))
+    gpus = [str(host.gpu[kind]) for kind in ("privileged", "passthrough", "unprivileged")]
     busy = host.module("gpu_free", fails=True, containers=chosen, devices=gpus, timeout=1)
     assert busy["verdict"] == "busy"
     assert busy["reasons"] == ["foreign_holder"]
@@ -235,13 +230,11 @@ def test_what_other_guests_hold_is_blamed_on_them(host: Hypervisor) -> None:
 
 def test_an_instance_and_a_unit_of_a_guest_by_name(host: Hypervisor) -> None:
     planted = host.planted()
-    one = str(host.lab.vmid("unprivileged"))
-    done = host.module("gpu_teardown", scope="instances", instances=["main"], containers=[one])
-    assert [row["pid"] for row in done["killed"]] == [planted["by-hand-unprivileged"]]
+    one, locked = (str(host.lab.vmid(kind)) for kind in ("unprivileged", "locked"))
+    done = host.module("gpu_teardown", scope="instances", instances=["main"], units=["llm"], containers=[one, locked])
+    reasons = {pid: row["reason"] for pid, row in by_pid(done["killed"]).items()}
+    assert reasons == {planted["by-hand-unprivileged"]: "instance", planted["unit-locked"]: "unit"}
     # A guest under a lock can be entered all the same, as on Proxmox.
-    locked = str(host.lab.vmid("locked"))
-    done = host.module("gpu_teardown", scope="instances", units=["llm"], containers=[locked])
-    assert [row["pid"] for row in done["killed"]] == [planted["unit-locked"]]
     assert done["stopped_units"] == ["llm.service in container %s" % locked]
     assert set(host.planted()) == {"shm"}
 
@@ -252,16 +245,27 @@ def test_on_the_hypervisor_itself_what_was_started_by_ssh_ends_and_its_neighbour
     ours, theirs = spare[0], spare[-1]
     sshd = host.ok("systemctl show -p MainPID --value ssh").strip()
     target = {"name": "by-ssh", "title": "sglang::scheduler_TP0", "hold": [every[ours]]}
-    host.plant("", target, {"name": "in-terminal", "script": "/run/launch.py", "hold": [every[ours]]}, before="setsid ")
+    # Other nodes for the same device, one of them deleted, and a node of that name for another device: fuser finds
+    # none of them by the path.
+    number = host.ok("stat -c '%%Hr %%Lr' %s" % every[ours])
+    nodes = {name: "/dev/%s/nvidia%d" % (name, ours) for name in ("second", "deleted", "unrelated")}
+    for name, path in nodes.items():
+        device = "1 3" if name == "unrelated" else number.strip()
+        host.ok("mkdir -p /dev/%s; rm -f %s; mknod %s c %s" % (name, path, path, device))
+    host.plant("", *({"name": name, "script": "/run/launch.py", "hold": [path]} for name, path in nodes.items()))
+    host.ok("rm %s" % nodes["deleted"])
+    found = host.lab.on_host("fuser %s" % every[ours]).stdout.split()
+    assert found == []
+    host.plant("", target, {"name": "in-terminal", "script": "/run/launch.py", "hold": [every[ours]]}, terminal=True)
     # As SGLang does: every node is open, one GPU is used.
     environ = {"CUDA_VISIBLE_DEVICES": uuid(theirs)}
     host.plant("", {"name": "neighbour", "title": "sglang::scheduler_TP0", "hold": every, "environment": environ})
     planted = host.planted()
-    for scope, ended in (("match", "by-ssh"), ("all", "in-terminal")):
+    for scope, ended in (("match", {"by-ssh"}), ("all", {"in-terminal", "second", "deleted"})):
         done = host.module("gpu_teardown", scope=scope, devices=[str(ours)])
-        assert [row["pid"] for row in done["killed"]] == [planted[ended]]
+        assert {row["pid"] for row in done["killed"]} == {planted[name] for name in ended}
         assert done["stopped_units"] == []
         assert by_pid(done["spared"])[planted["neighbour"]]["reason"] == "neighbour"
-    assert set(host.planted()) == {"shm", "neighbour"}
+    assert set(host.planted()) == {"shm", "neighbour", "unrelated"}
     # They ran in the cgroup of the ssh service, which carries everybody else's sessions, too.
     assert host.ok("systemctl show -p MainPID --value ssh").strip() == sshd

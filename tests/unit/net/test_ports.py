@@ -69,6 +69,7 @@ def test_a_free_port_is_free() -> None:
     with listener() as server:
         port = server.getsockname()[1]
     assert look(port) == PortState(port, [], 0, 0)
+    assert look(port).note == ""
 
 
 def test_an_inherited_socket_belongs_to_the_heir(orphan: tuple[int, int]) -> None:
@@ -85,8 +86,13 @@ def test_an_owner_out_of_sight_leaves_the_port_busy(orphan: tuple[int, int]) -> 
 
 def test_two_listeners_with_reuseport_are_both_told() -> None:
     with listener(reuse=True) as first, listener(port=first.getsockname()[1], reuse=True):
-        state = look(first.getsockname()[1])
+        port = first.getsockname()[1]
+        state = look(port)
+        # What a bind test would have said: a third one listens beside them, and so does one on another address.
+        with listener(port=port, reuse=True), listener("127.0.0.2", port=port):
+            pass
     assert len(state.listeners) == 2
+    assert (state.busy, state.note) == (True, "")
 
 
 def test_ipv6() -> None:
@@ -106,6 +112,7 @@ def test_time_wait_is_named_and_not_busy() -> None:
         client.close()
     state = look(port)
     assert (state.busy, state.time_wait) == (False, 1)
+    assert "SO_REUSEADDR" in state.note
 
 
 def test_connections_that_outlive_the_listener_are_counted() -> None:
