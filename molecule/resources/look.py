@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from functools import cache
+from pathlib import Path
 
 import testinfra
 from labkit import machine
@@ -69,6 +71,15 @@ class Process:
     def title(self) -> str:
         return self.words[0]
 
+    def uses(self, gpu: int, visible: tuple[int, ...]) -> bool:
+        """Whether this GPU (by its minor) is among those that it was told to use, of those that its host has: SGLang's
+        processes keep the nodes of others open, too."""
+        told = self.environment.get("CUDA_VISIBLE_DEVICES")
+        if told is None:
+            return True
+        names = told.split(",")
+        return str(visible.index(gpu)) in names or f"GPU-fa4e0000-0000-4000-8000-{gpu:012x}" in names
+
 
 @cache
 def everybody(hypervisor: str) -> tuple[Process, ...]:
@@ -125,12 +136,19 @@ class Machine:
         return next((process for process in named if json.loads(process.environment["PLANT"])["name"] == name), None)
 
     def instance(self, name: str) -> list[Process]:
-        """The processes of a launched server, by the mark in their environment."""
-        return [process for process in self.processes if process.environment.get("CLEANSLATE_INSTANCE") == name]
+        """The processes of a launched server, by the mark in their environment, without back end process's supervisor."""
+        marked = [process for process in self.processes if process.environment.get("CLEANSLATE_INSTANCE") == name]
+        return [process for process in marked if not any("cleanslate_supervise" in word for word in process.words)]
 
     def running(self, name: str, word: str) -> list[Process]:
         """Those whose command line has this word: -m is the main process."""
         return [process for process in self.instance(name) if word in process.words]
+
+
+def report(host: str) -> dict:
+    """What the last playbook of the scenario reported of a node."""
+    nodes = json.loads(Path(os.environ["MOLECULE_EPHEMERAL_DIRECTORY"], "report.json").read_text())["nodes"]
+    return next(node for node in nodes if node["host"] == host)
 
 
 def get(host: testinfra.host.Host, port: int, path: str, body: dict | None = None, key: str | None = None) -> tuple[int, str]:
