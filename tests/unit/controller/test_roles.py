@@ -101,3 +101,20 @@ def test_a_lease_that_cannot_be_dropped_leaves_the_report(tmp_path: Path) -> Non
     assert done.returncode == 2, done.stdout + done.stderr
     row = json.loads(report.read_text())["nodes"][0]
     assert (row["outcome"], row["reason"]) == ("failed", "something is wrong here")
+
+
+@pytest.mark.parametrize("play", sorted(path.name for path in (ROOT / "playbooks").glob("*.yml")))
+def test_a_failure_is_told_whatever_tags_were_asked_for(play: str) -> None:
+    """Tags choose among the tasks of a rescue too: without C(always) there is none, and the play ends without report."""
+    blocks = [task for task in tasks(f"playbooks/{play}")[0]["tasks"] if "rescue" in task]
+    for task in [task for block in blocks for task in block["rescue"]]:
+        assert task["tags"] == ["always"]
+        assert task["ansible.builtin.include_tasks"]["apply"] == {"tags": ["always"]}
+
+
+def test_the_operators_own_tasks_run_with_the_step_they_belong_to() -> None:
+    """Their files know nothing of our tags."""
+    own = [task for task in tasks("roles/sglang_server/tasks/instance.yml") if "loop" in task]
+    assert len(own) == 2
+    for task in own:
+        assert task["ansible.builtin.include_tasks"]["apply"]["tags"] == task["tags"]
