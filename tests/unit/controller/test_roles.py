@@ -105,7 +105,7 @@ def test_a_lease_that_cannot_be_dropped_leaves_the_report(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("play", sorted(path.name for path in (ROOT / "playbooks").glob("*.yml")))
 def test_a_failure_is_told_whatever_tags_were_asked_for(play: str) -> None:
-    """Tags choose among the tasks of a rescue too: without C(always) there is none, and the play ends without report."""
+    """Tags choose among the tasks of a rescue too: without C(always) there is none, and no report follows."""
     blocks = [task for task in tasks(f"playbooks/{play}")[0]["tasks"] if "rescue" in task]
     for task in [task for block in blocks for task in block["rescue"]]:
         assert task["tags"] == ["always"]
