@@ -36,7 +36,7 @@ GET_PIP_VERSIONS = ("24_2", "25_2")  # asked for by ansible-core 2.19 and by 2.2
 #: the checkout a collection. For units: tests of the lab and of these checks, which stage unit runs; ansible-test runs
 #: each test in a child and does not end the fixtures that several tests share, here whole servers.
 LEFT_OUT = {
-    "sanity": (".collections", "benchmarks", "tests/lab"),
+    "sanity": (".collections", "benchmarks", "tests/gpu", "tests/lab"),
     "units": ("tests/unit/checks", "tests/unit/standin"),
 }
 

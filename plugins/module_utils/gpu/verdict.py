@@ -335,6 +335,14 @@ class _Judge:
                 self.reason(
                     "memory_no_owner", "NVML still lists %s, which has ended" % describe(local), pid=process.pid
                 )
+            elif local.exiting and process.pid in self.survey.table:
+                self.reason(
+                    "holder",
+                    "NVML lists %s%s, which is ending: the driver has not taken everything back yet"
+                    % (describe(local), _memory_text(process)),
+                    "If it stays, look at its state, at /proc/%d/stack and at dmesg." % process.pid,
+                    pid=process.pid,
+                )
             elif process.pid not in self.survey.table:
                 self.reason(
                     "foreign_holder",

@@ -19,6 +19,7 @@ import typing as t
 
 from ..common.errors import CleanslateError
 
+PF_EXITING = 0x00000004
 PF_KTHREAD = 0x00200000
 
 
@@ -57,7 +58,10 @@ class Process:
         self.ppid = int(fields[1])
         self.pgrp = int(fields[2])
         self.session = int(fields[3])
-        self.kernel_thread = bool(int(fields[6]) & PF_KTHREAD)
+        flags = int(fields[6])
+        self.kernel_thread = bool(flags & PF_KTHREAD)
+        #: It is on its way out and may have let go of its files already; the driver may need it a while longer.
+        self.exiting = bool(flags & PF_EXITING)
         self.threads = int(fields[17])
         self.start_time = int(fields[19])
         self._kept: dict[str, t.Any] = {}

@@ -15,7 +15,7 @@ from typing import Any
 from ansible_collections.cleanslate.inference.plugins.module_utils.gpu.survey import Survey, SurveyOptions, Surveyor
 from ansible_collections.cleanslate.inference.plugins.module_utils.gpu.verdict import Limits, judge
 
-_FIELDS = ("comm", "state", "ppid", "pgrp", "session", "threads", "start_time")
+_FIELDS = ("comm", "state", "ppid", "pgrp", "session", "threads", "start_time", "exiting")
 
 
 class Recorder:
@@ -68,21 +68,25 @@ def seen(survey: Survey) -> dict[str, Any]:
     """One look: who holds which nodes, what NVML said, and the verdict on it."""
     verdict = judge(survey, Limits())
     nodes = {key: path.rpartition("/")[2] for key, path in survey.devices.labels.items()}
+    listed = {process.pid for gpu in survey.nvml.gpus for process in gpu.processes}
+    rows = []
+    for pid in sorted({*survey.scan.found, *listed} - survey.own_pids):
+        process = survey.table.get(pid)
+        if process is None:
+            continue
+        found = survey.scan.found.get(pid)
+        row = {name: getattr(process, name) for name in ("pid", *_FIELDS)}
+        row.update(
+            argv=[word.rpartition("/")[2] for word in process.argv],
+            visible=(process.environ or {}).get("CUDA_VISIBLE_DEVICES"),
+            nspid=process.nspid,
+            thread_only=found is not None and found.thread_only,
+            opened=sorted(nodes[key] for key in found.opened if key in nodes) if found else [],
+            mapped=sorted(nodes[key] for key in found.mapped if key in nodes) if found else [],
+        )
+        rows.append(row)
     return {
-        "processes": [
-            {
-                "pid": found.process.pid,
-                **{name: getattr(found.process, name) for name in _FIELDS},
-                "argv": [word.rpartition("/")[2] for word in found.process.argv],
-                "visible": (found.process.environ or {}).get("CUDA_VISIBLE_DEVICES"),
-                "nspid": found.process.nspid,
-                "thread_only": found.thread_only,
-                "opened": sorted(nodes[key] for key in found.opened if key in nodes),
-                "mapped": sorted(nodes[key] for key in found.mapped if key in nodes),
-            }
-            for found in survey.scan.found.values()
-            if found.process.pid not in survey.own_pids
-        ],
+        "processes": rows,
         "nvml": nvml(survey),
         "verdict": verdict.verdict,
         "reasons": list(dict.fromkeys(reason.code for reason in verdict.reasons)),

@@ -108,6 +108,15 @@ def test_a_thread_of_a_zombie_leader_is_a_holder_and_a_plain_zombie_is_none(tree
     assert result["scan"]["unreadable"] == []
 
 
+def test_who_is_ending_has_let_go_of_its_files_before_the_driver_lets_go_of_it(tree: ProcTree) -> None:
+    """Seen on H200s: for a tenth of a second NVML lists a process that has nothing open any more."""
+    tree.add(52, comm="python3.12", argv=[], state="R", flags=0x0040014C)
+    tree.nvml.set(0, used=102923, processes=[(52, 102918)])
+    result = check(tree)
+    assert (result["verdict"], result["reasons"]) == ("busy", ["holder"])
+    assert "PID 52 (python3.12) with 100.5 GiB, which is ending" in result["msg"]
+
+
 # C3
 
 
