@@ -114,6 +114,11 @@ def units_of(path: str) -> tuple[str, str, int | None]:
     return system, user, manager
 
 
+def is_guest_init(process: Process, owner: Attribution) -> bool:
+    """Whether this is the first process of an LXC container, seen from outside: with it the whole container ends."""
+    return owner.container_kind == "lxc" and len(process.nspid) == 2 and owner.guest_pid == 1
+
+
 def user_name(uid: int | None) -> str:
     if uid is None:
         return ""

@@ -18,7 +18,7 @@ from ..common.text import show
 from ..gpu.rows import row
 from ..gpu.survey import Survey
 from ..net.ports import PortState, look_at_ports
-from ..proc.attribution import Attribution
+from ..proc.attribution import Attribution, attribute, is_guest_init
 from ..proc.identity import Identity
 from ..proc.table import Hidden, Process, ProcFS, ancestors, descendants
 from ..state.instance import claimed, marked, unrecorded_members
@@ -148,7 +148,7 @@ class Memory:
 def _order(process: Process, table: t.Mapping[int, Process]) -> tuple[t.Any, ...] | None:
     """By whom a process was started, as what, for which GPUs; None when process 1 or nobody in sight has it."""
     parent = table.get(process.ppid)
-    if parent is None or parent.pid <= 1 or not process.argv:
+    if parent is None or parent.pid <= 1 or is_guest_init(parent, attribute(parent)) or not process.argv:
         return None
     visible = (process.environ or {}).get("CUDA_VISIBLE_DEVICES")
     return parent.pid, parent.start_time, tuple(process.argv), visible
@@ -311,12 +311,15 @@ class _Planner:
             return Item(process, "protected", why)
         if not self.survey.in_containers(process):
             return Item(process, "other_container", "outside of the chosen containers")
+        found = self.attribution(process)
+        if is_guest_init(process, found) and found.container not in self.own_containers:
+            stop = "%s %s" % ("pct stop" if found.container_id.isdigit() else "lxc-stop -n", found.container_id)
+            return Item(process, "init", "process 1 of %s is never signalled: %s" % (found.container, stop))
         name = self.instance(process)
         if name is not None and name not in self.options.instances and name not in self.holding_instances:
             return Item(process, "other_instance", "belongs to instance %s, which is not named" % name)
         if name is not None:
             return None
-        found = self.attribution(process)
         if found.container_kind in _MANAGED and found.container not in self.own_containers:
             return Item(process, found.container_kind, _MANAGED[found.container_kind] % found.container_id)
         return None

@@ -11,7 +11,7 @@ import re
 import typing as t
 
 from ..common.text import command_line, show
-from ..proc.attribution import attribute
+from ..proc.attribution import attribute, is_guest_init
 from ..proc.table import Process, ancestors
 from .match import is_interpreter
 from .units import enter
@@ -81,6 +81,9 @@ def name_restarter(process: Process, plan: Plan) -> Restarter | None:
     # A guest's unit is stopped in the guest.
     guest = found.container_id if found.container_kind == "lxc" and found.guest_pid != found.host_pid else ""
     chain = [table[pid] for pid in ancestors(table, process.pid) if pid in table and pid > 1]
+    # What is above a guest's first process keeps the guest, and no server in it.
+    first = next((place for place, above in enumerate(chain) if is_guest_init(above, attribute(above))), len(chain))
+    chain = chain[:first]
     targets = plan.target_pids
     for above in chain:
         known = _supervisor(above, process, found.container_id)

@@ -15,6 +15,7 @@ from ansible_collections.cleanslate.inference.plugins.module_utils.common.errors
 from ansible_collections.cleanslate.inference.plugins.module_utils.net.ports import Listener, PortState
 from ansible_collections.cleanslate.inference.plugins.module_utils.state.record import InstanceRecord, RecordStore
 from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.plan import Memory, PlanOptions, gather
+from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.restarter import name_restarter
 from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.units import Systemd, UnitKey, UnitState
 
 from ..proctree import ProcTree, uuid
@@ -611,6 +612,32 @@ def test_from_the_hypervisor_an_instance_of_a_guest_is_known_by_its_mark(tree: P
     assert targets(chosen.plan("instances", instances=["main"])) == {50500: "instance"}
     assert spared(chosen.plan("match")) == {50500: "other_instance", 60500: "other_container"}
     assert targets(chosen.plan("all")) == {50500: "match"}
+
+
+@pytest.mark.parametrize("scope", ["match", "all"])
+def test_from_the_hypervisor_a_guests_first_process_is_spared_and_its_stop_command_told(
+    tree: ProcTree, scope: str
+) -> None:
+    # A container whose first process is the server itself; in another one a server has a PID namespace of its own.
+    tree.add(50001, argv=LAUNCH, maps=[tree.gpu(0)], cgroup="/lxc/129/ns", nspid=[50001, 1])
+    tree.add(60500, argv=LAUNCH, maps=[tree.gpu(1)], cgroup="/lxc/130/ns/x.service", nspid=[60500, 77, 1])
+    tree.add(70500, argv=LAUNCH, maps=[tree.gpu(2)], cgroup="/", nspid=[70500, 1])
+    plan = Scene(tree).plan(scope)
+    assert set(targets(plan)) == {60500, 70500}
+    assert spared(plan) == {50001: "init"}
+    assert "pct stop 129" in plan.spared[0].detail
+
+
+def test_a_guests_restarter_is_stopped_in_the_guest(tree: ProcTree) -> None:
+    tree.add(49000, comm="lxc-start", argv=["[lxc monitor] /var/lib/lxc 129"])
+    tree.add(50001, comm="systemd", argv=["/sbin/init"], ppid=49000, cgroup="/lxc/129/ns/init.scope", nspid=[50001, 1])
+    group = "/lxc/129/ns/system.slice/llm.service"
+    tree.add(50500, ppid=50001, argv=LAUNCH, maps=[tree.gpu(0)], cgroup=group, nspid=[50500, 77])
+    plan = Scene(tree, containers=["129"]).plan("match")
+    named = name_restarter(plan.targets[0].process, plan)
+    assert named is not None
+    assert named.what == "unit llm.service in container 129"
+    assert named.command.endswith(" 129 -- systemctl stop llm.service")
 
 
 def test_from_the_hypervisor_guests_that_were_not_chosen_are_not_entered(tree: ProcTree) -> None:
