@@ -179,7 +179,8 @@ def check_free(params: t.Mapping[str, t.Any], check_mode: bool) -> dict[str, t.A
             return prove_free(surveyor, options).data()
         proof, predicted = predict_free(surveyor, options, gone)
     result = proof.data()
-    if predicted.verdict != proof.verdict.verdict:
+    # Who will have ended is no reason any more, also where others keep the GPUs busy.
+    if gone or predicted.verdict != proof.verdict.verdict:
         notes = [note.message for note in predicted.machine_notes if note.code == "binding_missing"]
         result["msg"] = " ".join(["Once %d processes have ended: %s" % (len(gone), predicted.message), *notes])
     return dict(

@@ -81,6 +81,16 @@ def test_gpu_free_in_check_mode_is_decided_by_the_prediction(run: Run, tree: Pro
     assert result["msg"].startswith("assume_ended: ")
 
 
+def test_a_prediction_that_fails_names_who_stays(run: Run, tree: ProcTree) -> None:
+    """And not those who will have ended by then."""
+    tree.add(7, opens=[tree.gpu(0)], maps=[tree.gpu(0)])
+    tree.add(8, opens=[tree.gpu(0)], maps=[tree.gpu(0)])
+    result = run("gpu_free", check_mode=True, assume_ended=[{"pid": 7, "start_time": 1007}], timeout=0)
+    assert (result["rc"], result["verdict"], result["predicted_verdict"]) == (1, "busy", "busy")
+    assert "PID 8" in result["msg"]
+    assert "PID 7" not in result["msg"]
+
+
 @pytest.mark.parametrize(
     "params",
     [
