@@ -263,13 +263,19 @@ class _Finder:
         )
 
 
+def is_simulated(dev_dir: str) -> bool:
+    """Whether this folder lies outside C(/dev), so that plain files in it stand for GPUs."""
+    real = os.path.realpath(dev_dir)
+    return real != REAL and not real.startswith(REAL + "/")
+
+
 def find_nodes(dev_dir: str, proc: str = "/proc", simulated: bool | None = None, stat: Stat = os.stat) -> Nodes:
-    """The nodes in C(dev_dir). Anywhere but in C(/dev) plain files count as nodes, and the result is simulated.
+    """The nodes in C(dev_dir). Outside C(/dev) plain files count as nodes, and the result is simulated.
 
     Raises CleanslateError when the folder cannot be listed.
     """
     if simulated is None:
-        simulated = os.path.realpath(dev_dir) != REAL
+        simulated = is_simulated(dev_dir)
     return _Finder(dev_dir, proc, simulated, stat).all()
 
 

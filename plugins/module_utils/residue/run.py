@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-import os
 import typing as t
 
 from ..common.text import format_size
+from ..gpu.devices import REAL, is_simulated
 from ..gpu.survey import uids_of
 from ..proc.table import ProcFS
 from ..state.lease import Lease
@@ -26,8 +26,7 @@ def sweep_residue(
 
     Raises CleanslateError before anything is removed.
     """
-    dev_dir = os.path.normpath(params.get("dev_dir") or "/dev")
-    simulated = dev_dir != "/dev" and not dev_dir.startswith("/dev/")
+    simulated = is_simulated(params.get("dev_dir") or REAL)
     age = params.get("min_age")
     options = SweepOptions(
         shm_dir=params["shm_dir"],

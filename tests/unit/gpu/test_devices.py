@@ -14,6 +14,7 @@ from hypothesis import strategies as some
 from ansible_collections.cleanslate.inference.plugins.module_utils.gpu.devices import (
     combine,
     find_nodes,
+    is_simulated,
     parse_majors,
     parse_pci,
 )
@@ -27,6 +28,19 @@ BLIND = NvmlSnapshot(fault=fault_of(9, "Driver Not Loaded"))
 @pytest.mark.parametrize("text", ["00000000:1B:00.0", "0000:1b:00.0", "1b:00.0", " 1B:00.0 "])
 def test_one_address_has_many_spellings(text: str) -> None:
     assert parse_pci(text) == (0, 0x1B, 0, 0)
+
+
+@pytest.mark.parametrize("folder", ["/dev", "/dev/", "/dev/shm/gpus", "/dev/../dev"])
+def test_what_lies_in_dev_is_no_simulation(folder: str) -> None:
+    """Otherwise plain files there would count as GPUs, and processes that may not be looked at would not."""
+    assert not is_simulated(folder)
+
+
+def test_a_link_to_dev_is_dev(tmp_path: Path) -> None:
+    (tmp_path / "dev").symlink_to("/dev")
+    assert not is_simulated(str(tmp_path / "dev"))
+    assert is_simulated(str(tmp_path))
+    assert is_simulated("/device")
 
 
 @pytest.mark.parametrize("text", ["", "0", "1b:00", "1b:00.9", "GPU-1b:00.0", "1b:00.0\nx"])
