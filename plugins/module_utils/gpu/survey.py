@@ -201,6 +201,7 @@ class Surveyor:
         self._uids = uids_of(options.users)
         check_protect(options.protect)
         self._snapshot: NvmlSnapshot | None = None
+        self._containers_seen = False
         self._nodes = find_nodes(options.dev_dir, self.fs.root, simulated, stat)
         timeout = options.nvml_timeout
         if timeout is None:
@@ -284,7 +285,8 @@ class Surveyor:
         return out
 
     def _check_containers(self, survey: Survey) -> None:
-        if not self.options.containers:
+        # Once: a container may well end with the processes that a teardown ends.
+        if self._containers_seen or not self.options.containers:
             return
         there = {survey.attribution(process) for process in survey.table.values() if not process.kernel_thread}
         names = {name for owner in there for name in _container_names(owner)}
@@ -295,6 +297,7 @@ class Surveyor:
                     "containers: no process of a container %r runs here. Running containers: %s."
                     % (show(name), ", ".join(shown) or "none")
                 )
+        self._containers_seen = True
 
     def _holdings(self, survey: Survey, nvml: NvmlSnapshot) -> t.Iterator[Holding]:
         control: frozenset[Key] = frozenset(node.key for node in survey.devices.control)

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ansible_collections.cleanslate.inference.plugins.module_utils.gpu.survey import Surveyor
 from ansible_collections.cleanslate.inference.plugins.module_utils.proc.identity import Handle, Identity, Kernel
 from ansible_collections.cleanslate.inference.plugins.module_utils.proc.table import ProcFS
 from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.end import Limits, Outcome, end
@@ -172,12 +173,15 @@ class Scene:
         self.kernel = FakeKernel(tree, self.clock)
         self.systemd = FakeSystemd(self.clock, self.kernel)
         self.reader = FakeReader()
+        #: One for all looks, as in the module.
+        self.surveyor: Surveyor | None = None
 
     def plan(
         self, scope: str = "match", ports: Sequence[Any] = (), memory: Memory | None = None, **options: Any
     ) -> Plan:
-        with self.tree.surveyor(**self.survey) as surveyor:
-            survey = surveyor.look()
+        if self.surveyor is None:
+            self.surveyor = self.tree.surveyor(**self.survey)
+        survey = self.surveyor.look()
         made = PlanOptions.from_params({"scope": scope, **options})
         return make_plan(survey, made, Extras(tuple(ports), self.systemd.states), memory)
 

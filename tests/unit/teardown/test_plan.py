@@ -614,6 +614,14 @@ def test_from_the_hypervisor_an_instance_of_a_guest_is_known_by_its_mark(tree: P
     assert targets(chosen.plan("all")) == {50500: "match"}
 
 
+def test_a_container_may_end_with_its_last_process(tree: ProcTree) -> None:
+    tree.add(500, argv=LAUNCH, maps=[tree.gpu(0)], cgroup="/docker/%s" % ("ab" * 32), nspid=[500, 1])
+    with tree.surveyor(containers=["ab" * 6]) as surveyor:
+        assert surveyor.look().holder_pids == {500}
+        tree.end(500)
+        assert surveyor.look().holder_pids == set()
+
+
 @pytest.mark.parametrize("scope", ["match", "all"])
 def test_from_the_hypervisor_a_guests_first_process_is_spared_and_its_stop_command_told(
     tree: ProcTree, scope: str

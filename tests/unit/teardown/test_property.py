@@ -44,6 +44,7 @@ CGROUPS = {
     "root": "/",
     "service": "/system.slice/shared.service",
     "slurm": "/system.slice/slurmstepd.scope/job_7/step_0/user/task_0",
+    "guest": "/lxc/129/ns/system.slice/shared.service",
 }
 
 
@@ -92,9 +93,11 @@ class World:
     """The drawn table as a machine, and what may be said of it."""
 
     def __init__(
-        self, table: dict[int, Drawn], devices: frozenset[int], own: int | None, named: bool, folder: Path
+        self, table: dict[int, Drawn], devices: frozenset[int], own: int | None, named: bool, chosen: bool, folder: Path
     ) -> None:
         self.table = table
+        #: Whether option containers names the guest.
+        self.chosen = chosen
         self.selected = devices or frozenset(range(GPUS))
         #: Instances that may hold a selected GPU, where every holder is asked for.
         self.holding: set[str | None] = set()
@@ -118,6 +121,7 @@ class World:
                 state=one.state,
                 flags=0x00200000 if one.kernel else 0,
                 cgroup=CGROUPS[one.cgroup],
+                nspid=[pid, pid - 90] if one.cgroup == "guest" else [pid],
                 environ=environ,
                 opens=[self.tree.gpu(number) for number in sorted(one.opens)],
                 maps=[self.tree.gpu(number) for number in sorted(one.maps)],
@@ -128,7 +132,10 @@ class World:
             own = table[own].ppid
         # Parents have smaller numbers than their children.
         self.scene = Scene(
-            self.tree, devices=[str(number) for number in sorted(devices)], self_pid=max(self.own, default=0)
+            self.tree,
+            devices=[str(number) for number in sorted(devices)],
+            containers=["129"] if chosen else [],
+            self_pid=max(self.own, default=0),
         )
         for pid, one in table.items():
             if one.stubborn:
@@ -149,14 +156,23 @@ class World:
         one = self.table[pid]
         return bool(one.maps) and not one.maps & self.selected and bool(one.visible) and not one.visible & self.selected
 
+    def instance(self, pid: int) -> str | None:
+        """A guest has instances of its own, which are meant when it is chosen."""
+        one = self.table[pid]
+        return one.instance if one.cgroup != "guest" or self.chosen else None
+
+    def named_one(self, pid: int) -> bool:
+        return self.instance(pid) == "mine" and self.named
+
     def forbidden(self, pid: int) -> bool:
         one = self.table[pid]
-        mine = (one.instance == "mine" and self.named) or one.instance in self.holding
+        mine = self.named_one(pid) or self.instance(pid) in self.holding
         return (
             not self.alive(pid)
             or pid in self.own
             or one.program in SAFE
-            or (one.instance is not None and not mine)
+            or (self.instance(pid) is not None and not mine)
+            or (self.chosen and one.cgroup != "guest")
             # A job that we run in is not somebody else's.
             or (one.cgroup == "slurm" and not mine and all(self.table[us].cgroup != "slurm" for us in self.own))
         )
@@ -176,15 +192,19 @@ class World:
     devices=some.frozensets(some.integers(0, GPUS - 1), max_size=2),
     own=some.one_of(some.none(), some.integers(100, 108)),
     named=some.booleans(),
+    chosen=some.booleans(),
 )
 def test_exactly_the_plan_is_signalled(
-    table: dict[int, Drawn], scope: str, devices: frozenset[int], own: int | None, named: bool
+    table: dict[int, Drawn], scope: str, devices: frozenset[int], own: int | None, named: bool, chosen: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         named = named or scope == "instances"
-        world = World(table, devices, own, named, Path(folder))
+        # Seen from outside of the guest: we are not in it, and it can only be chosen while somebody is.
+        inside = {pid for pid, one in table.items() if one.cgroup == "guest" and not one.kernel}
+        chosen = chosen and bool(inside)
+        world = World(table, devices, own if chosen is False else None, named, chosen, Path(folder))
         if scope == "all":
-            world.holding = {one.instance for pid, one in table.items() if world.may_use(pid)} - {None}
+            world.holding = {world.instance(pid) for pid in table if world.may_use(pid)} - {None}
         options: dict[str, Any] = {"scope": scope, "instances": ["mine"] if named else []}
         planned = world.scene.plan(**options)
         told = planned.target_pids
@@ -199,13 +219,13 @@ def test_exactly_the_plan_is_signalled(
         for pid in told:
             assert not world.forbidden(pid), "never a target"
             assert (
-                (table[pid].instance == "mine" and named)
+                world.named_one(pid)
                 or not world.uses_others_only(pid)
                 or (world.above(pid) & told and not world.table[pid].opens & world.selected)
             ), "uses other GPUs only"
         if scope == "instances":
             for pid in told:
-                assert table[pid].instance == "mine" or world.above(pid) & told
+                assert world.instance(pid) == "mine" or world.above(pid) & told
             return
         if scope == "all":
             for pid in table:
@@ -216,7 +236,7 @@ def test_exactly_the_plan_is_signalled(
             together = {other for other in told if table[other].group == one.group and table[other].program in MATCHING}
             leader_gone = one.group not in table or not world.alive(one.group) or one.group in told
             assert (
-                (one.instance == "mine" and named)
+                world.named_one(pid)
                 or world.above(pid) & told
                 or (one.program in MATCHING and world.may_use(pid))
                 or (scope == "all" and world.may_use(pid))
