@@ -140,7 +140,9 @@ def parse_reading(reading: str) -> Cluster:
         if match:
             found.setdefault(int(match.group(2)), []).append((match.group(1), text))
     short = files.get("/proc/sys/kernel/hostname", "").strip().split(".")[0]
-    nodes = nodes_of(files.get(PVE + "/.members", ""), short, {node for places in found.values() for node, _ in places})
+    nodes = nodes_of(
+        files.get(PVE + "/.members", ""), short, {node for places in found.values() for node, _text in places}
+    )
     pools = pools_of(files.get(PVE + "/user.cfg", ""))
     sockets = files.get("/proc/net/unix")
     here = running_here(sockets) if sockets is not None else None
@@ -150,7 +152,9 @@ def parse_reading(reading: str) -> Cluster:
         for node, text in found[vmid]:
             status = _status(vmid, nodes[node], here, told)
             guests.append(_guest(vmid, node, text, status, pools.get(vmid, "")))
-    doubtful = {vmid: tuple(sorted(node for node, _ in places)) for vmid, places in found.items() if len(places) > 1}
+    doubtful = {
+        vmid: tuple(sorted(node for node, _text in places)) for vmid, places in found.items() if len(places) > 1
+    }
     return Cluster(nodes, tuple(_with_neighbours(guests)), doubtful)
 
 

@@ -58,7 +58,7 @@ def look(params: t.Mapping[str, t.Any], place: Place | None = None) -> dict[str,
     host, guests = view(place or Place())
     chosen = choose(guests, params["containers"])
     outcomes = [_predict(host, guest) for guest in chosen]
-    return dict(describe(host, guests, chosen), diff=_diffs(outcomes))
+    return dict(describe(host, guests, chosen), changed=False, diff=_diffs(outcomes))
 
 
 def mend(params: t.Mapping[str, t.Any], check_mode: bool, place: Place | None = None) -> dict[str, t.Any]:
@@ -198,7 +198,6 @@ def describe(host: HostView, guests: t.Sequence[GuestView], chosen: t.Sequence[G
     rows = [finding.data(lines.get(finding.vmid or 0, ())) for finding in findings]
     errors = sum(1 for finding in findings if finding.severity == ERROR)
     return {
-        "changed": False,
         "ok": errors == 0,
         "msg": "%d containers, %d errors, %d warnings" % (len(chosen), errors, len(findings) - errors),
         "findings": rows,

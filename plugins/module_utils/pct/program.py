@@ -73,7 +73,7 @@ def run(
     started.
     """
     clock = clock or Clock()
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # pylint: disable=ansible-bad-function
         list(argv),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -119,22 +119,22 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 def _converse(process: subprocess.Popen[bytes], stdin: bytes, kept: t.Mapping[str, _Kept], deadline: Deadline) -> bool:
     """Feed and read until it has ended; whether its time was up."""
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    feed, out, err = (t.cast("t.IO[bytes]", stream) for stream in (process.stdin, process.stdout, process.stderr))
     ended = os.pidfd_open(process.pid)
     timed_out, killed = False, False
     view = memoryview(stdin)
     try:
         with selectors.DefaultSelector() as selector:
-            for stream in (process.stdin, process.stdout, process.stderr):
+            for stream in (feed, out, err):
                 os.set_blocking(stream.fileno(), False)
             selector.register(ended, selectors.EVENT_READ, "ended")
-            selector.register(process.stdout, selectors.EVENT_READ, "stdout")
-            selector.register(process.stderr, selectors.EVENT_READ, "stderr")
-            selector.register(process.stdin, selectors.EVENT_WRITE, "stdin")
+            selector.register(out, selectors.EVENT_READ, "stdout")
+            selector.register(err, selectors.EVENT_READ, "stderr")
+            selector.register(feed, selectors.EVENT_WRITE, "stdin")
             over = False
             while not over:
                 events = selector.select(deadline.left)
-                if not events and deadline.over:
+                if deadline.over:
                     _signal(process, signal.SIGKILL if timed_out else signal.SIGTERM)
                     killed, timed_out = timed_out, True
                     deadline = Deadline(deadline.clock, _GRACE)
@@ -144,10 +144,10 @@ def _converse(process: subprocess.Popen[bytes], stdin: bytes, kept: t.Mapping[st
                     if key.data == "ended":
                         over = True
                     elif key.data == "stdin":
-                        view = _feed(process.stdin, view, selector)
+                        view = _feed(feed, view, selector)
                     elif not _take(key.fd, kept[key.data]):
                         selector.unregister(key.fileobj)
-            for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
+            for name, stream in (("stdout", out), ("stderr", err)):
                 # What it wrote before its end is in the pipe; what others write later is not its own.
                 for _chunk in range(1 + LIMIT // 65536):
                     if not _take(stream.fileno(), kept[name], final=True):

@@ -69,6 +69,13 @@ def _lives(pid: int) -> bool:
         return False
 
 
+def test_a_flood_does_not_outlast_its_time() -> None:
+    begun = time.monotonic()
+    ended = run(["yes"], timeout=0.3, limit=10000)
+    assert (ended.timed_out, ended.cut) == (True, True)
+    assert time.monotonic() - begun < 20
+
+
 def test_who_ignores_term_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "_GRACE", 0.2)
     ended = run(["sh", "-c", "trap '' TERM; while :; do sleep 0.05; done"], timeout=0.2)
