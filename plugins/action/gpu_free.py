@@ -42,7 +42,9 @@ def _why(result: dict[str, t.Any]) -> list[list[str]]:
     for gpu in result.get("gpus") or []:
         if gpu.get("verdict") == "free":
             continue
-        codes = gpu.get("reasons") or []
+        # A prediction is about what will be left, not about what is measured now.
+        codes = result.get("predicted_reasons") if "predicted_verdict" in result else gpu.get("reasons")
+        codes = codes or []
         texts = [
             str(detail.get("msg"))
             for detail in result.get("details") or []

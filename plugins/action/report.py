@@ -17,11 +17,13 @@ from ansible.utils.display import Display
 from ansible_collections.cleanslate.inference.plugins.module_utils.common.errors import CleanslateError
 from ansible_collections.cleanslate.inference.plugins.module_utils.state.files import make_dir, write_atomic
 from ansible_collections.cleanslate.inference.plugins.plugin_utils.report import (
+    ACTIONS,
     REPORT_HEADERS,
     STEPS,
     cells,
     node_row,
 )
+from ansible_collections.cleanslate.inference.plugins.plugin_utils.shown import whole
 from ansible_collections.cleanslate.inference.plugins.plugin_utils.tables import table
 
 display = Display()
@@ -78,7 +80,11 @@ class ActionModule(ActionBase):
         self, path: str, title: str, rows: list[dict[str, t.Any]], check: bool, hostvars: dict[str, t.Any]
     ) -> None:
         steps = {
-            host: {step: _plain(variables[variable]) for step, variable in STEPS if variable in variables}
+            host: {
+                step: whole(host, ACTIONS.get(step, step), variables[variable])
+                for step, variable in STEPS
+                if variable in variables
+            }
             for host, variables in hostvars.items()
         }
         report = {
@@ -96,10 +102,6 @@ class ActionModule(ActionBase):
             write_atomic(path, text.encode() + b"\n", 0o600)
         except CleanslateError as error:
             raise AnsibleActionFail("cleanslate_report: %s" % error) from error
-
-
-def _plain(result: t.Any) -> t.Any:
-    return {key: value for key, value in result.items() if key != "invocation"} if isinstance(result, dict) else result
 
 
 def _verdict(rows: list[dict[str, t.Any]], bad: list[dict[str, t.Any]]) -> str:

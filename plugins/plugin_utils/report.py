@@ -19,6 +19,14 @@ STEPS = (
     ("ready", "__sglang_server_ready"),
     ("prove server", "__sglang_server_proof"),
 )
+#: The actions behind those steps that keep a failed result whole for the report.
+ACTIONS = {
+    "plan": "server_plan",
+    "teardown": "gpu_teardown",
+    "prove free": "gpu_free",
+    "launch": "server_launch",
+    "prove server": "server_proof",
+}
 #: Set by the playbooks' rescue: a step that failed without a result of its own (a template, an assertion).
 FAILURE = "__cleanslate_failure"
 GOOD = frozenset(["free", "serving", "converged", "would free", "would launch", "partly done"])

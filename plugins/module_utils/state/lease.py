@@ -100,9 +100,16 @@ class Lease:
         held = self.current()
         if held is not None and held.run != self.run:
             raise LeaseHeld(
-                "%s is at work on this node since %s (its lease lapses %d s after its last step). Wait for it, or look "
-                "whether that run still lives."
-                % (show(held.run), time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(held.since)), round(held.left)),
+                "%s is at work on this node since %s (its lease lapses %d s after its last step). Wait for it, or, once "
+                "you know that this run is dead, drop its lease: module cleanslate.inference.lease with state=absent "
+                "lease='%s' run_dir='%s'."
+                % (
+                    show(held.run),
+                    time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(held.since)),
+                    round(held.left),
+                    show(held.run),
+                    self.run_dir,
+                ),
                 lease={"run": show(held.run), "since": held.since, "left": round(held.left)},
             )
 
