@@ -100,8 +100,8 @@ class Lease:
         held = self.current()
         if held is not None and held.run != self.run:
             raise LeaseHeld(
-                "%s is at work on this node since %s (its lease lapses %d s after its last step). Wait for it, or, once "
-                "you know that this run is dead, drop its lease: module cleanslate.inference.lease with state=absent "
+                "%s is at work on this node since %s (its lease lapses %d s after its last step). Wait for it, or, "
+                "once you know that this run is dead, drop its lease: module cleanslate.inference.lease, state=absent "
                 "lease='%s' run_dir='%s'."
                 % (
                     show(held.run),

@@ -179,7 +179,7 @@ def test_a_lease_never_lives_longer_than_one_does_here(node: Node) -> None:
 # -- waiting ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("timeout", [0.0, -1.0, 0.1, 5.0])
+@pytest.mark.parametrize("timeout", [0.0, 0.1, 5.0])
 def test_who_waits_in_vain_gives_up_in_time(node: Node, clock: FakeClock, timeout: float) -> None:
     node.take(ALICE)
     with pytest.raises(LeaseHeld, match="alice"), node.lease(BOB).held(timeout, clock=clock):
