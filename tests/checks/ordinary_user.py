@@ -22,7 +22,18 @@ from common import CheckError, copy_sources
 
 USER = "nobody"
 #: What a machine says about its package index and proxy; everything else is as for a user who has just logged in.
-HANDED_ON = ("PIP_", "SSL_CERT", "REQUESTS_CA", "CURL_CA", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "LANG", "CI")
+HANDED_ON = (
+    "PIP_",
+    "SSL_CERT",
+    "REQUESTS_CA",
+    "CURL_CA",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "NO_PROXY",
+    "LANG",
+    "CI",
+    "CLEANSLATE_",
+)
 
 
 def processes(uid: int) -> set[int]:
@@ -47,6 +58,8 @@ def left_running(uid: int, before: set[int]) -> set[int]:
 
 
 def main() -> int:
+    # Told to end, it still cleans up.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("interrupted"))
     account = pwd.getpwnam(USER)
     place = Path(tempfile.mkdtemp(prefix="cleanslate-ordinary-"))
     try:
