@@ -179,6 +179,12 @@ def test_a_lease_never_lives_longer_than_one_does_here(node: Node) -> None:
 # -- waiting ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("timeout", [-1.0, float("nan"), float("inf")])
+def test_a_time_that_is_none_is_refused(node: Node, clock: FakeClock, timeout: float) -> None:
+    with pytest.raises(CleanslateError, match=r"^lock_timeout: "), node.lease(BOB).held(timeout, clock=clock):
+        pytest.fail("waited for ever, or not at all")
+
+
 @pytest.mark.parametrize("timeout", [0.0, 0.1, 5.0])
 def test_who_waits_in_vain_gives_up_in_time(node: Node, clock: FakeClock, timeout: float) -> None:
     node.take(ALICE)
