@@ -148,6 +148,7 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 import typing as t
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,6 +176,7 @@ Result = tuple[int, bytes, bytes]
 
 NO_INPUT = b"no input"  # this very object stands for: give ssh a pipe, and nothing through it
 LOOK_SECONDS = 15
+STOPPING_SECONDS = 3
 ALIVE_PROBES = 4
 
 # Words: the local file, then ssh. The file's content passes through no memory; and cat, unlike ssh, says so when there
@@ -380,6 +382,14 @@ class Connection(SshConnection):
             return None
         return guest_view.read(to_text(done.stdout)) if done.returncode == 0 else None
 
+    def _settled_look(self) -> guest_view.View | None:
+        """The same, a little later: a guest that is being stopped loses this command before it has stopped."""
+        deadline, pause = time.monotonic() + STOPPING_SECONDS, 0.1
+        while (view := self._look()) and view.running and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause *= 2
+        return view
+
     # --- the connection's contract ------------------------------------------------------------------------------------
 
     def exec_command(self, cmd: str, in_data: bytes | None = None, sudoable: bool = True) -> Result:
@@ -456,7 +466,7 @@ class Connection(SshConnection):
             return outcome.returncode, outcome.stdout, outcome.stderr
         problem = outcome.problem
         if outcome.cause in (Cause.ENDED, Cause.STOPPED, Cause.ABSENT):
-            view = self._look()
+            view = self._settled_look() if outcome.cause is Cause.ENDED else self._look()
             problem = guest_view.explain(self._entry.vmid, outcome, view) if view else problem
         raise AnsibleConnectionFailure(f"{self.host}: {problem}")
 

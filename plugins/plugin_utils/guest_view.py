@@ -7,7 +7,7 @@
 
 Asked only after a failure, by one more command. Facts: pmxcfs shows the configurations of all nodes of a cluster under
 /etc/pve/nodes on each of them; /etc/pve/local leads to the node's own; snapshots are sections in brackets; a guest's
-cgroup is lxc/ID (pve-container).
+cgroup is lxc/ID (pve-container), and gone when it has stopped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ LOOK = """v=$1 t=$2 e=$3
 for f in /etc/pve/nodes/*/lxc/$v.conf /etc/pve/nodes/*/qemu-server/$v.conf; do [ -e "$f" ] && echo "at $f"; done
 echo "here $(readlink /etc/pve/local)"
 sed -n "/^\\[/q;s/^lock: */lock /p" "/etc/pve/local/lxc/$v.conf" 2>/dev/null
-sed "s/^/cgroup /" "/sys/fs/cgroup/lxc/$v/cgroup.events" 2>/dev/null
+c=/sys/fs/cgroup
+if [ -e "$c/lxc/$v/cgroup.events" ]; then sed "s/^/cgroup /" "$c/lxc/$v/cgroup.events"
+elif [ -e "$c/cgroup.controllers" ]; then echo "cgroup populated 0"; fi
 for p in $(pgrep -x pct); do
 tr "\\0" "\\n" <"/proc/$p/cmdline" 2>/dev/null | grep -q -x -e "$t" || continue
 read -r z <"/proc/$p/stat"; set -- $z; echo "pct $p $3"; [ "$e" = yes ] && kill "$p"
