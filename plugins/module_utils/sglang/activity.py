@@ -6,7 +6,12 @@
 
 Busy is not broken. A server is called wedged only when, over the whole stall window inside one call, requests are
 running and neither prefill nor decode advances, it is not paused, loading or compiling, and a generation fails.
-Everything in between is doubt.
+Silence proves something only of a server that is known to speak: one without metrics and with log_level warning shows
+nothing while it works. Everything in between is doubt.
+
+Facts (sglang 0.5.17 to 0.5.23, metrics_reporter.py, tokenizer_manager.py): realtime_tokens_total counts while requests
+run (older versions: once every decode_log_interval steps), prompt_tokens_total and generation_tokens_total only when
+a request has ended.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import typing as t
 
 from ..common.clock import Clock, Deadline
 from .http import Client, Question, Reply, answered
-from .logs import LogSource, activity
+from .logs import LogSource, activity, tells_of_decoding
 
 SERVES, ADVANCES, WEDGED, DOUBT = "serves", "advances", "wedged", "doubt"
 #: Seconds between two looks while a generation is on its way.
@@ -30,7 +35,10 @@ _COUNTERS = re.compile(
     r"^sglang:(?:prompt_tokens_total|generation_tokens_total|num_decode_steps_total|realtime_tokens_total)(?:\{[^}]*\})?\s+(\S+)",
     re.MULTILINE,
 )
+_DECODED = re.compile(r"^sglang:realtime_tokens_total\{[^}]*mode=\"decode\"[^}]*\}\s+(\S+)", re.MULTILINE)
 _RUNNING = re.compile(r"^sglang:num_(?:running|queue)_reqs(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
+#: Bytes of the log in which a line about a batch is looked for.
+_MEMORY = 4 * 1024 * 1024
 #: Requests that run or wait, by the names that /v1/loads (since 0.5.8) and /get_load (before) give them.
 _LOADS = ("num_running_reqs", "num_waiting_reqs", "num_reqs")
 
@@ -46,16 +54,20 @@ class Sample(t.NamedTuple):
     tokens: float | None
     running: int | None
     paused: bool
+    #: Whether it counts tokens while requests run, and has done so.
+    counts_live: bool = False
 
 
 def sample(client: Client) -> Sample:
     """Counters and state from whatever endpoints this version has; none of them waits for the scheduler."""
     tokens: float | None = None
     running: int | None = None
+    counts_live = False
     metrics = client.get("/metrics", QUICK)
     if metrics.ok and isinstance(metrics.body, str):
         values = [_number(value) for value in _COUNTERS.findall(metrics.body)]
         tokens = sum(values) if values else None
+        counts_live = any(_number(value) > 0 for value in _DECODED.findall(metrics.body))
         gauges = [_number(value) for value in _RUNNING.findall(metrics.body)]
         running = int(sum(gauges)) if gauges else None
     if running is None:
@@ -63,7 +75,7 @@ def sample(client: Client) -> Sample:
         running = _running(loads.body) if loads.ok else None
     ready = client.get("/ready", QUICK)
     # 404: the version has no /ready. 503: not up, or paused on purpose.
-    return Sample(tokens, running, ready.status == 503)
+    return Sample(tokens, running, ready.status == 503, counts_live)
 
 
 def _number(text: str) -> float:
@@ -139,6 +151,13 @@ def look(
         silent = last.running is None or first.running is None
         said = "says nothing about running requests" if silent else "had no other request to work on"
         return Finding(DOUBT, "no generation in %.0f s, but it %s" % (stall_timeout, said))
+    if not (first.counts_live and last.counts_live) and not tells_of_decoding(log.tail(_MEMORY)):
+        return Finding(
+            DOUBT,
+            "no generation in %.0f s while %d requests are running, but it never shows whether they advance (no live "
+            "counter of tokens in /metrics, no batch in its log): set enable_metrics in sglang_server_args"
+            % (stall_timeout, last.running),
+        )
     return Finding(
         WEDGED,
         "%d requests are running, nothing advanced in %.0f s, and a generation failed" % (last.running, stall_timeout),

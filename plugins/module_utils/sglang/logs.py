@@ -258,6 +258,11 @@ def activity(lines: t.Iterable[str]) -> Activity:
     return Activity(batches, running, occupied)
 
 
+def tells_of_decoding(lines: t.Iterable[str]) -> bool:
+    """Whether the server writes a line about batches that decode, so that the lack of one means something."""
+    return any(match.group(1) == "Decode" for match in map(_BATCH.search, lines) if match)
+
+
 # --- diagnosis --------------------------------------------------------------------------------------------------------
 
 
