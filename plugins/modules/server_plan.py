@@ -16,6 +16,7 @@ description:
     serves. The declaration on paper, NCCL's variables, the command line by the parser and resolver of the installed
     SGLang, the model's files, the GPUs and their holders, the port, and what a teardown would end.
   - All findings are told at once, each with the variable to change. Nothing on the node is changed but the lease.
+  - A server that was launched by a run that did not wait for it, and that turns out to serve, is recorded as ready.
   - A server is left untouched as long as there is any doubt about it. A busy one is not broken.
 options:
   instance:

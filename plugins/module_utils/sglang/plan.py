@@ -25,7 +25,7 @@ from ..net.ports import look_at_ports
 from ..proc.table import Process, ProcFS
 from ..state.record import InstanceRecord, RecordStore
 from ..teardown.plan import Plan, PlanOptions, gather, make_plan
-from . import activity, command, models, resolver
+from . import activity, command, models, ready, resolver
 from .declaration import Declaration
 from .findings import Finding, variable
 from .http import Client
@@ -375,15 +375,20 @@ class Planner:
         if self.members and runtime.follow_restart():
             self.notes.append("systemd has restarted it since its launch (main process %d)." % record.pid)
         workers = schedulers(self.members)
+        listens = bool(self.members) and runtime.listens(self.members)
+        loading = ""
         if not self.members:
             out.append(reason("dead", "it does not run%s" % self._how_it_ended(runtime)))
         elif not runtime.main_alive():
             out.append(reason("dead", "its main process is gone%s" % self._how_it_ended(runtime)))
+        elif not record.ready_at and not listens:
+            # Nobody may have waited for it: a play that was interrupted says nothing about the server.
+            loading = ready.still_loads(runtime, self.declaration.ready_timeout)
+            if not loading:
+                out.append(reason("never_ready", "its last launch did not become ready"))
         elif len(workers) < runtime.schedulers:
             out.append(reason("worker_dead", "%d of %d workers run" % (len(workers), runtime.schedulers)))
-        elif not record.ready_at:
-            out.append(reason("never_ready", "its last launch did not become ready"))
-        elif not runtime.listens(self.members):
+        elif not listens:
             out.append(reason("not_listening", "it does not listen on port %d" % record.port))
         foreign = [i for i in (plan.targets if plan else []) if i.process.pid not in {p.pid for p in self.members}]
         holders = [i for i in foreign if i.process.pid in self.survey.holder_pids]
@@ -393,10 +398,14 @@ class Planner:
             )
         if out:
             return out, RESET
+        if loading:
+            return [reason("loading", loading)], UNKNOWN
         found = activity.look(
             runtime.client(), runtime.question(), runtime.log(), self.declaration.stall_timeout, self.clock
         )
         if found.state in (activity.SERVES, activity.ADVANCES):
+            if not record.ready_at and not self.check_mode:
+                ready.remember(runtime, self.state_dir)
             return [reason(found.state, found.why)], CONVERGED
         return [reason(found.state, show(found.why))], RESET if found.state == activity.WEDGED else UNKNOWN
 

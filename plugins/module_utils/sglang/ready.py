@@ -44,8 +44,8 @@ def wait(runtime: Runtime, window: float, cursor: dict[str, t.Any], kernel: Kern
     secrets = list(runtime.keys().values())
 
     def elapsed() -> float:
-        started = float(runtime.details.get("launched_boottime", 0.0))
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started) if started else deadline.elapsed
+        age = since_launch(runtime)
+        return deadline.elapsed if age is None else age
 
     def tell(text: str) -> None:
         events.append("%6.1f s  %s" % (elapsed(), text))
@@ -98,6 +98,21 @@ def wait(runtime: Runtime, window: float, cursor: dict[str, t.Any], kernel: Kern
             if deadline.over:
                 return answer("waiting", last=show(str(told.get("last_reply", ""))))
             kernel.wait([handle], min(LOOK, deadline.left))
+
+
+def since_launch(runtime: Runtime) -> float | None:
+    """Seconds since the instance was launched, suspended ones included; None when its record does not say."""
+    started = float(runtime.details.get("launched_boottime", 0.0))
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started) if started else None
+
+
+def still_loads(runtime: Runtime, limit: float) -> str:
+    """What to say of a server that lives and does not listen, within the time that it may take to become ready; empty
+    when that is over, or its log says that it never will be."""
+    age = since_launch(runtime)
+    if age is None or age >= limit or any(FATAL_WHILE_ALIVE.search(line) for line in runtime.log().tail()):
+        return ""
+    return "it was launched %.0f s ago and still loads (it has %.0f s to become ready)" % (age, limit)
 
 
 def _last_words(runtime: Runtime, secrets: t.Sequence[str]) -> Diagnosis:

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -264,10 +265,53 @@ def test_another_boot(node):
     assert result.plan.target_pids == set()
 
 
-def test_a_launch_that_never_became_ready(node):
+def launched(node, ago, listens=False):
+    """A launch that nobody waited for."""
     node.server()
-    node.listen(MAIN)
-    node.record(ready=False)
+    if listens:
+        node.listen(MAIN)
+    record = node.record(ready=False)
+    record.details["launched_boottime"] = time.clock_gettime(time.CLOCK_BOOTTIME) - ago
+    RecordStore(str(node.state)).save(record)
+
+
+@pytest.mark.parametrize("check_mode", [True, False])
+def test_a_server_that_came_up_after_its_play_was_interrupted_is_converged(node, check_mode):
+    launched(node, 2000, listens=True)
+    assert node.plan(check_mode=check_mode).verdict == "converged"
+    assert bool(RecordStore(str(node.state)).load("main").ready_at) is not check_mode
+
+
+def test_one_that_came_up_and_is_not_understood_is_doubt(node):
+    launched(node, 100, listens=True)
+    node.found = activity.Finding(activity.DOUBT, "refuses")
+    assert node.plan(check_mode=False).verdict == "unknown"
+    assert not RecordStore(str(node.state)).load("main").ready_at
+
+
+def test_a_server_that_still_loads_is_left_to_it(node):
+    launched(node, 100)
+    node.tree.end(TP1)
+    result = node.plan()
+    assert (result.verdict, codes(result)[0]) == ("unknown", ["loading"])
+    assert node.asked == 0
+
+
+def test_a_server_that_still_loads_and_is_declared_otherwise_now_is_reset(node):
+    launched(node, 100)
+    assert codes(node.plan(environment={"X": "1"}))[0] == ["changed"]
+
+
+def test_a_launch_that_never_became_ready(node):
+    launched(node, 901)
+    assert codes(node.plan())[0] == ["never_ready"]
+
+
+def test_a_launch_that_says_that_it_never_will_be_ready(node):
+    launched(node, 100)
+    folder = node.state / "servers/main"
+    folder.mkdir(parents=True)
+    (folder / "server.log").write_text("ERROR: [Errno 98] error while attempting to bind on address\n")
     assert codes(node.plan())[0] == ["never_ready"]
 
 
