@@ -54,6 +54,20 @@ options:
         type: list
         elements: str
         default: []
+      expected_count:
+        description:
+          - How many GPUs the machine must have for M(cleanslate.inference.gpu_free). The default is as many as it has
+            nodes.
+        type: int
+      memory_threshold:
+        description:
+          - Memory of a GPU that may be in use while it counts as free.
+        type: str
+        default: 128MiB
+      memory_baseline:
+        description:
+          - What an idle GPU shows, for drivers that do not tell their own reserve.
+        type: str
 extends_documentation_fragment:
   - cleanslate.inference.declaration
   - cleanslate.inference.scan
@@ -198,6 +212,9 @@ ARGUMENT_SPEC: dict[str, Any] = dict(
             "scope": {"type": "str", "choices": ["instances", "match", "all"], "default": "match"},
             "match": {"type": "list", "elements": "raw", "default": []},
             "units": {"type": "list", "elements": "str", "default": []},
+            "expected_count": {"type": "int"},
+            "memory_threshold": {"type": "str", "default": "128MiB"},
+            "memory_baseline": {"type": "str"},
         },
     },
 )

@@ -17,10 +17,12 @@ import typing as t
 
 from ..common.clock import Clock
 from ..common.errors import CleanslateError
-from ..common.text import format_size, show
+from ..common.text import format_size, parse_size, show
 from ..gpu.devices import select
+from ..gpu.free import check_threshold
 from ..gpu.rows import describe
 from ..gpu.survey import Survey
+from ..gpu.verdict import Limits, Reason, judge, without
 from ..net.ports import look_at_ports
 from ..proc.table import Process, ProcFS
 from ..state.record import InstanceRecord, RecordStore
@@ -28,7 +30,6 @@ from ..teardown.plan import Plan, PlanOptions, gather, make_plan
 from . import activity, command, models, ready, resolver
 from .declaration import Declaration
 from .findings import Finding, variable
-from .http import Client
 from .launch import salt_of, shown_nccl
 from .logs import exit_text
 from .paths import cache_dir
@@ -38,11 +39,15 @@ from .runtime import Runtime
 from .systemd_backend import Systemd
 
 CONVERGED, RESET, BLOCKED, UNKNOWN = "converged", "reset", "blocked", "unknown"
-#: Bytes in use on a GPU that nobody is seen to hold before that is worth stopping for.
-MEMORY_FLOOR = 128 * 1024 * 1024
 #: Bytes that NCCL and SGLang's own queues need in /dev/shm with more than one worker.
 SHM_FLOOR = 256 * 1024 * 1024
 RESET_VARIABLE = "cleanslate_reset"
+#: Reasons of the GPUs' verdict, the variable that mends each (the declared GPUs else), and a hint.
+_MENDED_BY = {
+    "count_mismatch": ("gpu_teardown_expected_count", ""),
+    "memory_benign_holder": ("gpu_teardown_memory_threshold", "That is gpu_teardown_memory_threshold."),
+    "stale_device_node": ("", ""),
+}
 
 
 @dataclasses.dataclass
@@ -154,6 +159,10 @@ class Planner:
         here = [name for name in teardown_devices(prepared, self.record) if survey.devices.find(name)]
         if here:
             select(survey.devices, here)
+            # Clients of the driver that hold none of these are spared by the teardown, which is given them.
+            survey = self.survey = dataclasses.replace(
+                survey, options=dataclasses.replace(survey.options, devices=tuple(here))
+            )
         resolved = self._ask_sglang()
         self._look_at_models()
         self._look_at_node()
@@ -267,27 +276,9 @@ class Planner:
         return Runtime(self.record, self.state_dir, self.fs, self.systemd).members(self.survey.table.values())
 
     def _look_for_strangers(self, plan: Plan) -> None:
-        """Whoever would still be in the way after the teardown."""
+        """Whoever and whatever would still be in the way after the teardown."""
         going = plan.target_pids | {process.pid for process in self.members}
-        for gpu in self.prepared.gpus:
-            for holding in self.survey.of_gpu(gpu):
-                if holding.counts and holding.process.pid not in going:
-                    why = next((i for i in plan.spared if i.process.pid == holding.process.pid), None)
-                    self.blocked.append(
-                        Finding(
-                            "foreign_holder",
-                            "%s is held by %s, which is not the instance's (%s). End it yourself, choose other GPUs in "
-                            "%s, or widen gpu_teardown_scope."
-                            % (
-                                gpu.label,
-                                describe(holding.process),
-                                why.reason if why else holding.why,
-                                variable("gpus"),
-                            ),
-                            variable("gpus"),
-                        )
-                    )
-            self._look_for_memory(gpu)
+        self._look_at_gpus(plan, going)
         for port in look_at_ports(self.fs, self.prepared.ports, self.survey.table):
             for listener in port.listeners:
                 if going.intersection(listener.pids):
@@ -305,39 +296,66 @@ class Planner:
         if not self.always:
             self._look_for_servers(plan)
 
-    def _look_for_memory(self, gpu: t.Any) -> None:
-        used = gpu.nvml.memory_used if gpu.nvml is not None else None
-        held = any(holding.counts for holding in self.survey.of_gpu(gpu))
-        if used is not None and used > MEMORY_FLOOR and not held:
-            self.blocked.append(
-                Finding(
-                    "memory_no_owner",
-                    "%s has %s in use and nobody is seen to hold it: SGLang would start with less KV cache, without "
-                    "a word." % (gpu.label, format_size(used)),
-                    variable("gpus"),
-                )
+    def _look_at_gpus(self, plan: Plan, going: set[int]) -> None:
+        """Judge the GPUs by the same rules as the proof that follows a teardown, those who would go taken off."""
+        if not self.survey.options.devices:
+            return  # none of the declared GPUs is here, which has been said
+        try:
+            limits = limits_of(self.teardown)
+            check_threshold(self.survey, limits)
+        except CleanslateError as error:
+            option = error.message.partition(":")[0]
+            self.blocked.append(Finding("teardown", "gpu_teardown_" + error.message, "gpu_teardown_" + option))
+            return
+        ended = {(h.process.pid, h.process.start_time) for h in self.survey.holdings if h.process.pid in going}
+        predicted = judge(without(self.survey, ended), limits)
+        # What could not be seen at all is no finding of the declaration: the verdict becomes unknown by it.
+        unseen = {"scan_incomplete", self.survey.nvml.reason}
+        labels = {gpu.index: gpu.label for gpu in self.survey.devices.gpus}
+        for reason in predicted.reasons:
+            if reason.code not in unseen:
+                finding = self._in_the_way(plan, reason, labels.get(reason.gpu, "") if reason.gpu is not None else "")
+                if finding not in self.blocked:
+                    self.blocked.append(finding)
+
+    def _in_the_way(self, plan: Plan, reason: Reason, label: str) -> Finding:
+        """One reason of the verdict as a finding: with the variable that mends it."""
+        holding = next((h for h in self.survey.holdings if h.process.pid == reason.pid and h.counts), None)
+        if reason.code in ("holder", "foreign_holder") and holding is not None:
+            why = next((i for i in plan.spared if i.process.pid == reason.pid), None)
+            return Finding(
+                "foreign_holder",
+                "%s is held by %s, which is not the instance's (%s). End it yourself, choose other GPUs in %s, or widen "
+                "gpu_teardown_scope."
+                % (label, describe(holding.process), why.reason if why else holding.why, variable("gpus")),
+                variable("gpus"),
             )
+        where, advice = _MENDED_BY.get(reason.code, (variable("gpus"), ""))
+        if reason.code == "memory_no_owner" and "memory_baseline" in reason.advice:
+            where = "gpu_teardown_memory_baseline"
+        text = "%s%s%s." % (label, ": " if label else "", reason.message)
+        if reason.code == "memory_no_owner":
+            text += " SGLang would start with less KV cache, without a word."
+        return Finding(reason.code, " ".join(part for part in (text, reason.advice, advice) if part), where)
 
     def _look_for_servers(self, plan: Plan) -> None:
-        """A server that answers and that nobody recorded is somebody's: it is not ended by the way."""
+        """A server that nobody recorded is somebody's as long as its main process lives, whether it answers, has too
+        much to do for an answer, or still loads: it is not ended by the way."""
         own = {process.pid for process in self.members}
         for item in plan.targets:
-            if item.process.pid in own or item.reason == "instance":
+            if item.process.pid in own or item.reason == "instance" or item.process.zombie:
                 continue
             port = port_of(item.process.argv)
             if port is None:
                 continue
-            state = look_at_ports(self.fs, [port], [item.process.pid])[0]
-            mine = [listener for listener in state.listeners if item.process.pid in listener.pids]
-            if mine and Client(mine[0].address, port).get("/model_info", 3.0).status:
-                self.blocked.append(
-                    Finding(
-                        "unrecorded_server",
-                        "A server that this collection did not launch answers on port %d: %s. Set %s: always to end it."
-                        % (port, describe(item.process), RESET_VARIABLE),
-                        RESET_VARIABLE,
-                    )
+            self.blocked.append(
+                Finding(
+                    "unrecorded_server",
+                    "A server that this collection did not launch runs here (port %d): %s. Set %s: always to end it."
+                    % (port, describe(item.process), RESET_VARIABLE),
+                    RESET_VARIABLE,
                 )
+            )
 
     # -- the verdict ----------------------------------------------------------------------------------------------
 
@@ -416,6 +434,19 @@ class Planner:
         except CleanslateError:
             return ""
         return " (%s)" % text if text else ""
+
+
+def limits_of(teardown: t.Mapping[str, t.Any]) -> Limits:
+    """What counts as free, by the options that the teardown's proof will be given. Raises CleanslateError."""
+    count, threshold, baseline = (teardown.get(key) for key in ("expected_count", "memory_threshold", "memory_baseline"))
+    if count is not None and count < 0:
+        raise CleanslateError("expected_count: %d GPUs cannot be." % count)
+    given = {"memory_threshold": parse_size(threshold, "memory_threshold")} if threshold else {}
+    return Limits(
+        expected_count=count,
+        memory_baseline=parse_size(baseline, "memory_baseline") if baseline else None,
+        **given,
+    )
 
 
 def port_of(argv: t.Sequence[str]) -> int | None:

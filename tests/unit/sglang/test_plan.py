@@ -127,12 +127,12 @@ class Node:
         RecordStore(str(self.state)).save(record)
         return record
 
-    def plan(self, always=False, scope="match", check_mode=True, **changes):
+    def plan(self, always=False, scope="match", check_mode=True, options=None, **changes):
         with self.tree.surveyor() as surveyor:
             return plan.Planner(
                 self.declaration(**changes),
                 surveyor.look(),
-                {"scope": scope},
+                {"scope": scope, **(options or {})},
                 str(self.state),
                 always=always,
                 check_mode=check_mode,
@@ -398,10 +398,12 @@ def test_memory_that_nobody_holds_blocks(node):
     assert codes(node.plan())[1] == ["memory_no_owner"]
 
 
-def test_a_live_server_without_a_record_wants_always(node, monkeypatch):
+@pytest.mark.parametrize("listens", [True, False], ids=["listens", "still loads"])
+def test_a_live_server_without_a_record_wants_always(node, listens):
+    """Whether it answers is no matter: one that is busy or loads does not."""
     node.server(mark="", first=800)
-    node.listen(800)
-    monkeypatch.setattr(plan.Client, "get", lambda self, path, timeout: plan_reply(200))
+    if listens:
+        node.listen(800)
     result = node.plan()
     assert codes(result)[1] == ["unrecorded_server"]
     assert result.blocked[0].variable == "cleanslate_reset"
@@ -410,17 +412,56 @@ def test_a_live_server_without_a_record_wants_always(node, monkeypatch):
     assert 800 in result.plan.target_pids
 
 
-def test_one_that_does_not_answer_is_remains(node, monkeypatch):
-    node.server(mark="", first=800)
-    node.listen(800)
-    monkeypatch.setattr(plan.Client, "get", lambda self, path, timeout: plan_reply(0))
-    assert node.plan().verdict == "reset"
+def test_a_client_of_the_driver_that_holds_no_gpu_is_spared_as_the_teardown_spares_it(node):
+    node.tree.add(700, comm="exporter", argv=["./exporter"], opens=[node.tree.dev / "nvidiactl"])
+    result = node.plan(scope="all")
+    assert (result.verdict, result.plan.target_pids) == ("reset", set())
 
 
-def plan_reply(status):
-    from ansible_collections.cleanslate.inference.plugins.module_utils.sglang.http import Reply
+def findings(result):
+    return [(finding.code, finding.variable) for finding in result.blocked]
 
-    return Reply(status, None)
+
+GPUS, BASELINE = "sglang_server_gpus", "gpu_teardown_memory_baseline"
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "found"),
+    [
+        ({"processes": [(4242, 9000)], "used": 9000}, {}, [("owner_other_namespace", GPUS)]),
+        ({"recovery_action": "gpu reset"}, {}, [("reset_required", GPUS)]),
+        ({"used": 100}, {}, []),
+        ({"used": 200}, {}, [("memory_no_owner", GPUS)]),
+        ({"used": 200}, {"memory_threshold": "256MiB"}, []),
+        ({"used": 600, "memory_version": 1}, {}, [("memory_no_owner", BASELINE)]),
+        ({"used": 600, "memory_version": 1}, {"memory_baseline": "500MiB"}, []),
+        ({"used": 5000, "numa_node": 1}, {}, []),
+        ({}, {"expected_count": 8}, [("count_mismatch", "gpu_teardown_expected_count")]),
+        ({}, {"memory_threshold": "much"}, [("teardown", "gpu_teardown_memory_threshold")]),
+    ],
+)
+def test_gpus_are_judged_as_the_proof_after_the_teardown_will(node, changes, options, found):
+    node.tree.nvml.set(1, **changes)
+    assert findings(node.plan(options=options)) == found
+
+
+def test_other_gpus_are_no_matter(node):
+    node.tree.nvml.set(3, recovery_action="gpu reset", used=5000)
+    assert findings(node.plan()) == []
+
+
+def test_a_display_that_is_spared_counts_by_its_memory(node):
+    node.tree.add(900, comm="Xorg", argv=["/usr/lib/xorg/Xorg"], exe="/usr/lib/xorg/Xorg", maps=[node.tree.gpu(1)])
+    node.tree.nvml.set(1, used=200, processes=[(900, 200, "graphics")])
+    assert findings(node.plan()) == [("memory_benign_holder", "gpu_teardown_memory_threshold")]
+    assert findings(node.plan(options={"memory_threshold": "256MiB"})) == []
+
+
+def test_what_the_declared_server_itself_uses_does_not_count(node):
+    running(node)
+    for number, worker in ((0, TP0), (1, TP1)):
+        node.tree.nvml.set(number, used=90000, processes=[(worker, 89500), (MAIN, 500)])
+    assert node.plan().verdict == "converged"
 
 
 def test_all_that_is_wrong_comes_at_once(node):
