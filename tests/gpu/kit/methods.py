@@ -51,7 +51,12 @@ def params(order: Mapping[str, Any], state: State) -> dict[str, Any]:
     }
 
 
-def call(order: Mapping[str, Any], module: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def call(
+    order: Mapping[str, Any],
+    module: str,
+    options: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """One module, in a process of its own as Ansible starts it."""
     request = {"module": module, "params": dict(options), "record": ""}
     if order["record"]:
@@ -61,6 +66,7 @@ def call(order: Mapping[str, Any], module: str, options: Mapping[str, Any]) -> d
         [order["python"], str(Path(__file__).with_name("ours.py"))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        env=environment,
         text=True,
     ) as process:
         assert process.stdin is not None and process.stdout is not None

@@ -1,7 +1,7 @@
 # Copyright: Contributors to the cleanslate.inference collection
 # GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""One module call in a process of its own: what gpu_teardown, gpu_free and gpu_info do below their argument spec.
+"""One module call in a process of its own: what the modules that clean up do below their argument spec.
 
 Reads a request from stdin, prints the result as one line. The defaults are the modules' own; where Ansible is at hand
 a unit test compares them.
@@ -30,9 +30,11 @@ from ansible_collections.cleanslate.inference.plugins.module_utils.gpu import fr
 from ansible_collections.cleanslate.inference.plugins.module_utils.gpu import info as gpu_info  # noqa: E402
 from ansible_collections.cleanslate.inference.plugins.module_utils.gpu.survey import Surveyor  # noqa: E402
 from ansible_collections.cleanslate.inference.plugins.module_utils.gpu.verdict import Limits, judge  # noqa: E402
+from ansible_collections.cleanslate.inference.plugins.module_utils.residue.run import sweep_residue  # noqa: E402
 from ansible_collections.cleanslate.inference.plugins.module_utils.teardown.run import Seams, tear_down  # noqa: E402
 from kit.recorder import Recorder  # noqa: E402
 
+LEASE = {name: option.get("default") for name, option in LEASE_SPEC.items()}
 SHARED = {name: option.get("default") for name, option in {**SCAN_SPEC, **PATHS_SPEC}.items()}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gpu_info": SHARED,
@@ -48,7 +50,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "gpu_teardown": {
         **SHARED,
-        **{name: option.get("default") for name, option in LEASE_SPEC.items()},
+        **LEASE,
         "scope": None,
         "instances": [],
         "units": [],
@@ -56,6 +58,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "ports": [],
         "term_timeout": 10.0,
         "kill_timeout": 60.0,
+    },
+    "runtime_residue": {
+        **{name: option.get("default") for name, option in PATHS_SPEC.items()},
+        **LEASE,
+        "shm_dir": "/dev/shm",
+        "tmp_dir": "/tmp",
+        "unattributable": False,
+        "min_age": None,
+        "users": [],
+        "dev_dir": "/dev",
+        "release_lease": False,
     },
 }
 
@@ -67,6 +80,8 @@ def call(request: dict[str, Any], recorder: Recorder) -> dict[str, Any]:
     try:
         if module == "gpu_teardown":
             return tear_down(params, seams=Seams(surveyor=surveyor))
+        if module == "runtime_residue":
+            return sweep_residue(params)
         holder = gpu_free if module == "gpu_free" else gpu_info
         holder.Surveyor = surveyor
         return gpu_free.check_free(params, False) if module == "gpu_free" else gpu_info.gather(params)
@@ -81,11 +96,13 @@ def say(data: dict[str, Any]) -> None:
 def main() -> None:
     request = json.loads(sys.stdin.read())
     recorder = Recorder()
+    began = time.monotonic()
     if request.get("watched"):
         # Tell when it has begun to look: the trial goes on then.
         recorder.told = lambda: say({"looked": time.monotonic()}) if len(recorder.looks) == 1 else None
     result = call(request, recorder)
     result["finished"] = time.monotonic()
+    result["inside"] = result["finished"] - began
     if request.get("watched"):
         result["looks"] = [(began, ended, judge(survey, Limits()).verdict) for began, ended, survey in recorder.looks]
     say(result)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ansible_collections.cleanslate.inference.plugins.module_utils.gpu import survey as survey_module
-from ansible_collections.cleanslate.inference.plugins.modules import gpu_free, gpu_info, gpu_teardown
+from ansible_collections.cleanslate.inference.plugins.modules import gpu_free, gpu_info, gpu_teardown, runtime_residue
 
 from ..proctree import ProcTree
 
@@ -25,7 +25,12 @@ sys.path.append(str(ROOT / "tests/gpu"))
 
 from kit import main, meter, ours, report, states  # noqa: E402
 
-MODULES = {"gpu_free": gpu_free, "gpu_info": gpu_info, "gpu_teardown": gpu_teardown}
+MODULES = {
+    "gpu_free": gpu_free,
+    "gpu_info": gpu_info,
+    "gpu_teardown": gpu_teardown,
+    "runtime_residue": runtime_residue,
+}
 
 
 @pytest.fixture
