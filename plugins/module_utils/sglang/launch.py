@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets as random
+import stat
 import time
 import typing as t
 
@@ -16,7 +18,7 @@ from ..common.text import HIDDEN, is_secret_name
 from ..gpu.rows import describe
 from ..gpu.survey import Survey
 from ..net.ports import look_at_ports
-from ..proc.table import ProcFS
+from ..proc.table import ProcFS, Vanished
 from ..state.files import make_dir, read_bytes, remove, write_atomic
 from ..state.instance import members
 from ..state.record import InstanceRecord, RecordStore
@@ -214,9 +216,25 @@ def _make_folder(complete: Complete) -> None:
     its own files there, but plant none that this user would write into."""
     make_dir(os.path.dirname(complete.where.folder), 0o755)
     make_dir(complete.where.folder, 0o700)
+    take_back(complete.where.folder)
     mode = 0o711 if complete.account.other else 0o700
     if os.stat(complete.where.folder).st_mode & 0o777 != mode:
         os.chmod(complete.where.folder, mode)
+
+
+def take_back(folder: str) -> None:
+    """Own a folder that belongs to another account, as launches of an earlier version left it, and what lies there.
+    Links and the like, which that account may have planted, go."""
+    own = os.geteuid(), os.getegid()
+    if os.stat(folder).st_uid == own[0]:
+        return
+    os.chown(folder, *own)
+    for entry in os.scandir(folder):
+        status = entry.stat(follow_symlinks=False)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+            os.chown(entry.path, *own, follow_symlinks=False)
+        elif not stat.S_ISDIR(status.st_mode):
+            os.unlink(entry.path)
 
 
 def _write(complete: Complete, path: str, content: str, mode: int) -> bool:
@@ -237,8 +255,9 @@ def _start_unit(record: InstanceRecord, systemd: Systemd, reload: bool, fs: Proc
     pid = int(shown.get("MainPID", "0") or 0)
     record.pid = pid
     if pid:
-        found = fs.processes().get(pid)
-        if found is not None:
+        # One that has ended already is server_ready's matter.
+        with contextlib.suppress(Vanished):
+            found = fs.process(pid)
             record.start_time, record.pgrp = found.start_time, found.pgrp
 
 

@@ -195,6 +195,7 @@ class Planner:
                 [path for path in paths if models.is_local(path)],
                 None if self.check_mode else cache_dir(self.state_dir),
                 complete.command.secrets,
+                account=complete.account,
             )
         except CleanslateError as error:
             self.blocked.append(Finding("sglang", error.message, variable("python")))

@@ -118,14 +118,9 @@ def prepare(declaration: Declaration, state_dir: str, survey: Survey, check_mode
         out.account = account(declaration.user)
     except CleanslateError as error:
         out.findings.append(Finding("account", error.message, variable("user")))
-    search = dict(base_environment("/usr/bin/python3", out.account.home if out.account else "/", ""))
-    for key, value in declaration.environment.items():
-        if isinstance(value, str):
-            search[str(key)] = value
-    try:
-        out.identity = resolver.find(declaration.python, search, search.get("PATH", PATH) + ":" + PATH)
-    except CleanslateError as error:
-        out.findings.append(Finding("python", error.message, variable("python")))
+    if out.account is not None:
+        # Without the account nothing is asked: it would be asked as root.
+        out.identity = _find_python(declaration, out.account, out.findings)
     uuids = [gpu.uuid for gpu in out.gpus]
     if check_mode and survey.nvml.reason == "binding_missing":
         uuids = [gpu.uuid or "UUID-of-GPU-%d" % gpu.index for gpu in out.gpus]
@@ -134,6 +129,18 @@ def prepare(declaration: Declaration, state_dir: str, survey: Survey, check_mode
     made = build(declaration, out.identity.python, uuids, checked.nccl.values, out.where.config)
     out.complete = Complete(declaration, checked.nccl, out.where, out.gpus, out.account, out.identity, made)
     return out
+
+
+def _find_python(declaration: Declaration, account: Account, findings: list[Finding]) -> resolver.Identity | None:
+    search = dict(base_environment("/usr/bin/python3", account.home, ""))
+    for key, value in declaration.environment.items():
+        if isinstance(value, str):
+            search[str(key)] = value
+    try:
+        return resolver.find(declaration.python, search, search.get("PATH", PATH) + ":" + PATH, account)
+    except CleanslateError as error:
+        findings.append(Finding("python", error.message, variable("python")))
+        return None
 
 
 def choose_gpus(declaration: Declaration, survey: Survey, findings: list[Finding], notes: list[str]) -> list[Gpu]:

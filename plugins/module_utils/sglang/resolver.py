@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ import typing as t
 from ..common.errors import CleanslateError
 from ..common.text import is_secret_name, redact_value, show
 from ..state.files import make_dir, read_bytes, remove, write_atomic
+from .account import Account
 from .findings import Finding, variable
 from .sources import source_of
 
@@ -27,18 +29,18 @@ PROBE_TIMEOUT = 180.0
 KEEP = 32
 #: Places where people install SGLang, looked at when no Python is declared.
 USUAL_PYTHONS = ("/opt/sglang/bin/python", "/opt/venv/bin/python", "/opt/sglang/.venv/bin/python")
-#: Arguments that were renamed or removed: what to write now, and since which version (0.5.x) the old one is gone.
+#: Arguments that were renamed or removed: what to write now.
 RENAMED = {
-    "cuda_graph_max_bs": ("cuda_graph_max_bs_decode", 20),
-    "cuda_graph_bs": ("cuda_graph_bs_decode", 20),
-    "enable_piecewise_cuda_graph": ("cuda_graph_backend_prefill", 14),
-    "disable_piecewise_cuda_graph": ("disable_prefill_cuda_graph", 20),
-    "enable_beta_spec": ("nothing: it is always on since 0.5.14", 5),
-    "enable_flashinfer_allreduce_fusion": ("flashinfer_allreduce_fusion_backend", 24),
-    "grpc_mode": ("smg_grpc_mode", 24),
-    "speculative_dflash_draft_window_size": ("speculative_draft_window_size", 20),
-    "oltp_traces_endpoint": ("otlp_traces_endpoint", 5),
-    "enable_breakable_cuda_graph": ("cuda_graph_backend_prefill", 20),
+    "cuda_graph_max_bs": "cuda_graph_max_bs_decode",
+    "cuda_graph_bs": "cuda_graph_bs_decode",
+    "enable_piecewise_cuda_graph": "cuda_graph_backend_prefill",
+    "disable_piecewise_cuda_graph": "disable_prefill_cuda_graph",
+    "enable_beta_spec": "nothing: it is always on since 0.5.14",
+    "enable_flashinfer_allreduce_fusion": "flashinfer_allreduce_fusion_backend",
+    "grpc_mode": "smg_grpc_mode",
+    "speculative_dflash_draft_window_size": "speculative_draft_window_size",
+    "oltp_traces_endpoint": "otlp_traces_endpoint",
+    "enable_breakable_cuda_graph": "cuda_graph_backend_prefill",
 }
 
 
@@ -59,9 +61,17 @@ class Answer(t.NamedTuple):
 
 
 def ask(
-    python: str, environment: t.Mapping[str, str], request: t.Mapping[str, t.Any], timeout: float = PROBE_TIMEOUT
+    python: str,
+    environment: t.Mapping[str, str],
+    request: t.Mapping[str, t.Any],
+    timeout: float = PROBE_TIMEOUT,
+    account: Account | None = None,
 ) -> dict[str, t.Any]:
-    """Run the probe once. Raises CleanslateError when it gives no answer."""
+    """Run the probe once, as the server's account: SGLang may run the model's own code (trust_remote_code). Raises
+    CleanslateError when it gives no answer."""
+    identity: dict[str, t.Any] = {}
+    if account is not None and account.other:
+        identity = {"user": account.uid, "group": account.gid, "extra_groups": account.groups}
     env = dict(environment)
     # No GPU is touched, nothing is fetched, nothing is written beside the package.
     env.update(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", PYTHONDONTWRITEBYTECODE="1")
@@ -74,6 +84,7 @@ def ask(
             cwd="/",
             env=env,
             start_new_session=True,
+            **identity,
         )
     except OSError as error:
         raise CleanslateError("%s cannot be run: %s." % (show(python), os.strerror(error.errno or 0))) from None
@@ -106,7 +117,8 @@ def candidates(declared: str | None, path: str) -> list[str]:
     out: list[str] = []
     script = shutil.which("sglang", path=path)
     if script:
-        with open(script, "rb") as handle:
+        first = ""
+        with contextlib.suppress(OSError), open(script, "rb") as handle:
             first = handle.readline(300).decode("utf-8", "replace").strip()
         if first.startswith("#!") and os.path.isabs(first[2:].split(" ")[0]):
             out.append(first[2:].split(" ")[0])
@@ -118,7 +130,13 @@ def candidates(declared: str | None, path: str) -> list[str]:
     return list(dict.fromkeys(out))
 
 
-def find(declared: str | None, environment: t.Mapping[str, str], path: str, timeout: float = 60.0) -> Identity:
+def find(
+    declared: str | None,
+    environment: t.Mapping[str, str],
+    path: str,
+    account: Account | None = None,
+    timeout: float = 60.0,
+) -> Identity:
     """The Python that has SGLang. Raises CleanslateError naming the variable when none has."""
     tried: list[str] = []
     for python in candidates(declared, path):
@@ -127,7 +145,7 @@ def find(declared: str | None, environment: t.Mapping[str, str], path: str, time
             tried.append("%s (is no program)" % show(python))
             continue
         try:
-            answer = ask(full, environment, {"what": "identity"}, timeout)
+            answer = ask(full, environment, {"what": "identity"}, timeout, account)
         except CleanslateError as error:
             tried.append("%s (%s)" % (show(full), error.message))
             continue
@@ -158,6 +176,7 @@ def resolve(
     cache_dir: str | None,
     secrets: t.Sequence[str] = (),
     timeout: float = PROBE_TIMEOUT,
+    account: Account | None = None,
 ) -> Answer:
     """Ask for one command line (C(argv) after the module's name, C(config): the arguments kept out of it).
 
@@ -190,7 +209,7 @@ def resolve(
             answer = None
     cached = answer is not None
     if answer is None:
-        answer = ask(identity.python, environment, {"what": "resolve", "argv": asked}, timeout)
+        answer = ask(identity.python, environment, {"what": "resolve", "argv": asked}, timeout, account)
         resolved = answer.get("resolved")
         if isinstance(resolved, dict):
             answer["resolved"] = {key: value for key, value in resolved.items() if not is_secret_name(key)}
@@ -236,7 +255,7 @@ def _finding(error: t.Mapping[str, str], identity: Identity) -> Finding:
             where = variable("attention_backend")
         elif "model_path" in message or "Repo id" in message:
             where = variable("model_path")
-        for old, (new, _since) in sorted(RENAMED.items()):
+        for old, new in sorted(RENAMED.items()):
             if "--" + old.replace("_", "-") in message.replace(",", " ").split():
                 message += " It was renamed: write %s." % new
                 break

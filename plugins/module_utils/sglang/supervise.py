@@ -51,7 +51,6 @@ def start(order: dict[str, t.Any]) -> subprocess.Popen[bytes]:
             handle.write("0")
     identity: dict[str, t.Any] = {}
     if order.get("uid") is not None:
-        os.fchown(log, order["uid"], order["gid"])
         identity = {"user": order["uid"], "group": order["gid"], "extra_groups": order["groups"]}
     try:
         return subprocess.Popen(  # pylint: disable=ansible-bad-function
@@ -69,9 +68,8 @@ def start(order: dict[str, t.Any]) -> subprocess.Popen[bytes]:
         os.close(log)
 
 
-def leave_status(path: str, pid: int, status: int, started: float) -> None:
-    """Write how the server ended, whole or not at all."""
-    code = os.waitstatus_to_exitcode(status)
+def leave_status(path: str, pid: int, code: int, started: float) -> None:
+    """Write how the server ended (a negative code is a signal), whole or not at all."""
     left = {"pid": pid, "code": code, "seconds": round(time.monotonic() - started, 3), "ended_at": time.time()}
     temporary = path + ".new"
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as handle:
@@ -111,8 +109,8 @@ def main() -> int:
         except OSError:
             # A full disk or a log that somebody moved: the server matters more.
             continue
-    _pid, status = os.waitpid(server.pid, 0)
-    leave_status(order["exit_file"], server.pid, status, started)
+    # Passing a signal on may have reaped it already.
+    leave_status(order["exit_file"], server.pid, server.wait(), started)
     return 0
 
 

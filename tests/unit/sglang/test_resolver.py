@@ -14,6 +14,7 @@ import pytest
 
 from ansible_collections.cleanslate.inference.plugins.module_utils.common.errors import CleanslateError
 from ansible_collections.cleanslate.inference.plugins.module_utils.sglang import probe, resolver
+from ansible_collections.cleanslate.inference.plugins.module_utils.sglang.account import Account
 
 STANDIN = Path(__file__).resolve().parents[2] / "lab/standin"
 KEY = "k-of-the-test-1234"
@@ -199,6 +200,26 @@ def test_a_probe_that_hangs_is_ended(tmp_path):
         ask(identity, environment, [], tmp_path, timeout=0.5)
 
 
+@pytest.mark.parametrize("other", [True, False])
+def test_the_probe_runs_as_the_servers_account(identity, environment, tmp_path, monkeypatch, other):
+    """SGLang may run the model's own code."""
+    started = []
+
+    def popen(*_args, **options):
+        started.append({key: options.get(key) for key in ("user", "group", "extra_groups")})
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Account, "groups", [44, 1000])
+    monkeypatch.setattr(resolver.subprocess, "Popen", popen)
+    account = Account("llm", 1000, 1000, "/home/llm", other)
+    with pytest.raises(CleanslateError):
+        ask(identity, environment, [], tmp_path, account=account)
+    with pytest.raises(CleanslateError):
+        resolver.find(sys.executable, environment, "/usr/bin", account)
+    wanted = {"user": 1000, "group": 1000, "extra_groups": [44, 1000]} if other else dict.fromkeys(started[0])
+    assert started == [wanted, wanted]
+
+
 def test_an_interpreter_that_dies_says_so(tmp_path):
     environment = package(tmp_path / "other", "import os\nos._exit(3)")
     identity = resolver.find(sys.executable, environment, "/usr/bin")
@@ -220,6 +241,10 @@ class TestFind:
         script.write_text("#!%s\n" % sys.executable)
         script.chmod(0o755)
         assert resolver.find(None, environment, "%s:/usr/bin" % tmp_path).python == sys.executable
+
+    def test_a_console_script_that_cannot_be_read_leads_nowhere(self, environment, tmp_path, monkeypatch):
+        monkeypatch.setattr(resolver.shutil, "which", lambda name, path: str(tmp_path) if name == "sglang" else None)
+        assert resolver.candidates(None, "/usr/bin")[-1] == sys.executable
 
 
 def test_the_probe_is_a_program_of_its_own():
