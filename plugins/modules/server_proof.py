@@ -22,6 +22,10 @@ options:
       - Name of a server that was launched by M(cleanslate.inference.server_launch).
     type: str
     required: true
+  lease:
+    description:
+      - Id of the playbook run whose lease O(release_lease) drops.
+    type: str
   release_lease:
     description:
       - Drop the lease of O(lease) at the end, proven or not. For the last step of a playbook.
@@ -34,7 +38,6 @@ options:
     default: 20.0
 extends_documentation_fragment:
   - cleanslate.inference.paths
-  - cleanslate.inference.lease
 attributes:
   check_mode:
     support: full
@@ -94,13 +97,13 @@ from typing import Any, NoReturn
 from ansible.module_utils.basic import AnsibleModule
 
 from ansible_collections.cleanslate.inference.plugins.module_utils.common.errors import CleanslateError
-from ansible_collections.cleanslate.inference.plugins.module_utils.common.spec import LEASE_SPEC, PATHS_SPEC
+from ansible_collections.cleanslate.inference.plugins.module_utils.common.spec import PATHS_SPEC
 from ansible_collections.cleanslate.inference.plugins.module_utils.sglang.run import prove_server
 
 ARGUMENT_SPEC: dict[str, Any] = dict(
     PATHS_SPEC,
-    **LEASE_SPEC,
     instance={"type": "str", "required": True},
+    lease={"type": "str"},
     release_lease={"type": "bool", "default": False},
     timeout={"type": "float", "default": 20.0},
 )

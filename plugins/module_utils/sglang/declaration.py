@@ -10,7 +10,6 @@ import dataclasses
 import re
 import typing as t
 
-from ..common.errors import CleanslateError
 from ..common.text import is_secret_name, show
 from ..state.record import check_name
 from . import nccl, speculative
@@ -274,11 +273,3 @@ def environment_text(value: t.Any) -> str | None:
     if isinstance(value, str) and not set(value) & {"\n", "\r", "\0"}:
         return value
     return None
-
-
-def require_valid(checked: Checked) -> None:
-    """Raise CleanslateError with every error at once."""
-    if checked.errors:
-        raise CleanslateError(
-            "\n".join(finding.msg for finding in checked.errors), blocked=[finding.row() for finding in checked.errors]
-        )

@@ -16,6 +16,7 @@ import os
 import re
 import typing as t
 
+from ..common.errors import CleanslateError
 from ..common.text import redact_value, show
 from .systemd_backend import Systemd
 
@@ -106,8 +107,14 @@ class JournalLog(LogSource):
         return entries
 
     def read(self, cursor: dict[str, t.Any]) -> tuple[list[str], dict[str, t.Any]]:
-        words = ["--after-cursor=" + str(cursor["journal"])] if cursor.get("journal") else []
-        entries = self._entries(*words)
+        try:
+            words = ["--after-cursor=" + str(cursor["journal"])] if cursor.get("journal") else []
+            entries = self._entries(*words)
+        except CleanslateError:
+            if not words:
+                raise
+            # The entry is vacuumed away, and with it what was read: what is left is read from its beginning.
+            entries = self._entries()
         lines = [line for entry in entries for line in split_lines(message_text(entry.get("MESSAGE")))]
         last = entries[-1].get("__CURSOR") if entries else cursor.get("journal")
         return lines, {"journal": last} if last else {}

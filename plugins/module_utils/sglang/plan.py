@@ -326,8 +326,8 @@ class Planner:
             why = next((i for i in plan.spared if i.process.pid == reason.pid), None)
             return Finding(
                 "foreign_holder",
-                "%s is held by %s, which is not the instance's (%s). End it yourself, choose other GPUs in %s, or widen "
-                "gpu_teardown_scope."
+                "%s is held by %s, which is not the instance's (%s). End it yourself, choose other GPUs in %s, or "
+                "widen gpu_teardown_scope."
                 % (label, describe(holding.process), why.reason if why else holding.why, variable("gpus")),
                 variable("gpus"),
             )
@@ -439,7 +439,7 @@ class Planner:
 
 def limits_of(teardown: t.Mapping[str, t.Any]) -> Limits:
     """What counts as free, by the options that the teardown's proof will be given. Raises CleanslateError."""
-    count, threshold, baseline = (teardown.get(key) for key in ("expected_count", "memory_threshold", "memory_baseline"))
+    count, threshold, baseline = map(teardown.get, ("expected_count", "memory_threshold", "memory_baseline"))
     if count is not None and count < 0:
         raise CleanslateError("expected_count: %d GPUs cannot be." % count)
     given = {"memory_threshold": parse_size(threshold, "memory_threshold")} if threshold else {}

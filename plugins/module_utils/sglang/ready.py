@@ -22,8 +22,9 @@ from .logs import FATAL_WHILE_ALIVE, Diagnosis, diagnose, progress
 from .roles import role_of, schedulers
 from .runtime import Runtime
 
-#: Seconds between two looks at processes and port; the log is read as often, the end of the server interrupts.
-LOOK = 0.25
+#: Seconds between two looks at port, processes and log, at first and at most: they grow while there is no news, for
+#: each look at a journal is a process. The end of the server interrupts.
+LOOK, LOOK_MOST = 0.25, 2.0
 #: Seconds that the supervisor may take to write down how the server ended.
 LAST_WORDS = 2.0
 
@@ -64,7 +65,9 @@ def wait(runtime: Runtime, window: float, cursor: dict[str, t.Any], kernel: Kern
     def failed(found: Diagnosis) -> dict[str, t.Any]:
         return answer("failed", diagnosis={"cause": found.cause, "msg": found.msg, "lines": found.lines})
 
+    pause = LOOK
     while True:
+        news = len(events)
         lines, position = log.read(position)
         for text in progress(lines, told):
             tell(text)
@@ -73,8 +76,9 @@ def wait(runtime: Runtime, window: float, cursor: dict[str, t.Any], kernel: Kern
         if with_handle is None:
             return failed(_last_words(runtime, secrets))
         with with_handle as handle:
-            own = runtime.members()
-            if runtime.listens(own):
+            # Whose port it is takes a look at every process; that nobody listens yet, does not.
+            own = runtime.members() if runtime.port(()).listeners else []
+            if own and runtime.listens(own):
                 workers = schedulers(own)
                 if "listening" not in told.setdefault("told", []):
                     told["told"].append("listening")
@@ -97,7 +101,10 @@ def wait(runtime: Runtime, window: float, cursor: dict[str, t.Any], kernel: Kern
                 return failed(diagnose(log.tail(), None, secrets))
             if deadline.over:
                 return answer("waiting", last=show(str(told.get("last_reply", ""))))
-            kernel.wait([handle], min(LOOK, deadline.left))
+            if len(events) > news:
+                pause = LOOK
+            kernel.wait([handle], min(pause, deadline.left))
+            pause = min(pause * 1.5, LOOK_MOST)
 
 
 def since_launch(runtime: Runtime) -> float | None:

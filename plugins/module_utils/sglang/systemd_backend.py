@@ -17,7 +17,6 @@ import typing as t
 
 from ..common.errors import CleanslateError
 from ..common.text import show
-from ..state.files import read_bytes, write_atomic
 from .account import Account
 from .paths import Paths
 
@@ -158,13 +157,3 @@ class Systemd:
     def start(self, unit: str) -> None:
         """Returns once the program runs (C(Type=exec)), not once it is ready."""
         self.run(*_SYSTEMCTL, "start", "--", unit)
-
-
-def write_unit(path: str, text: str) -> bool:
-    """Returns whether it changed, so that systemd reloads only then."""
-    return write_atomic(path, text.encode("utf-8"), 0o644)
-
-
-def written(path: str) -> str:
-    raw = read_bytes(path)
-    return "" if raw is None else raw.decode("utf-8", "replace")

@@ -31,7 +31,7 @@ class Restarter(t.NamedTuple):
         return "started again by %s; stop that first: %s" % (self.what, self.command)
 
 
-def _supervisor(process: Process, child: Process, container_id: str) -> Restarter | None:
+def _supervisor(process: Process, container_id: str) -> Restarter | None:
     """Known supervisors, by comm (cut to 15 bytes)."""
     comm, argv = process.comm, process.argv
     name = "%s (pid %d)" % (show(comm), process.pid)
@@ -50,7 +50,6 @@ def _supervisor(process: Process, child: Process, container_id: str) -> Restarte
         return Restarter(name, "pm2 stop NAME (pm2 list names it)")
     if comm in ("circusd", "monit", "god", "nodemon", "watchman", "slurmstepd"):
         return Restarter(name, "its own stop command, or kill %d" % process.pid)
-    del child
     return None
 
 
@@ -86,7 +85,7 @@ def name_restarter(process: Process, plan: Plan) -> Restarter | None:
     chain = chain[:first]
     targets = plan.target_pids
     for above in chain:
-        known = _supervisor(above, process, found.container_id)
+        known = _supervisor(above, found.container_id)
         if known is not None:
             return known
     for key, state in plan.unit_states.items():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ansible_collections.cleanslate.inference.plugins.module_utils.common.errors import CleanslateError
 from ansible_collections.cleanslate.inference.plugins.module_utils.sglang import logs
 
 LOGS = Path(__file__).parent / "logs"
@@ -183,3 +184,21 @@ class TestJournal:
         assert "_SYSTEMD_INVOCATION_ID=abc" in journal.asked[0]
         log.read(cursor)
         assert "--after-cursor=c3" in journal.asked[1]
+
+    def test_a_cursor_that_was_vacuumed_away(self):
+        class Vacuumed(Journal):
+            def run(self, *words, timeout=60.0):
+                if any(word.startswith("--after-cursor") for word in words):
+                    raise CleanslateError("journalctl failed (exit 1): Failed to seek to cursor")
+                return super().run(*words)
+
+        log = logs.JournalLog("cleanslate-main.service", "abc", Vacuumed('{"MESSAGE":"plain","__CURSOR":"c9"}\n'))
+        assert log.read({"journal": "c1"}) == (["plain"], {"journal": "c9"})
+
+    def test_a_journal_that_cannot_be_read_at_all(self):
+        class Broken(Journal):
+            def run(self, *words, timeout=60.0):
+                raise CleanslateError("journalctl failed (exit 1): no journal")
+
+        with pytest.raises(CleanslateError, match="no journal"):
+            logs.JournalLog("cleanslate-main.service", "abc", Broken("")).read({})

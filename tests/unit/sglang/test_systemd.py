@@ -5,14 +5,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
 
 from ansible_collections.cleanslate.inference.plugins.module_utils.common.errors import CleanslateError
+from ansible_collections.cleanslate.inference.plugins.module_utils.proc.table import ProcFS
+from ansible_collections.cleanslate.inference.plugins.module_utils.sglang import launch
 from ansible_collections.cleanslate.inference.plugins.module_utils.sglang import systemd_backend as backend
 from ansible_collections.cleanslate.inference.plugins.module_utils.sglang.account import Account
 from ansible_collections.cleanslate.inference.plugins.module_utils.sglang.paths import paths
+from ansible_collections.cleanslate.inference.plugins.module_utils.state.record import InstanceRecord
 
 HOSTILE = [
     "plain",
@@ -115,11 +119,28 @@ def test_the_unit():
         assert line in text.splitlines()
 
 
-def test_the_same_unit_is_not_written_again(tmp_path):
-    path = str(tmp_path / "x.service")
-    assert backend.write_unit(path, unit()) is True
-    assert backend.write_unit(path, unit()) is False
-    assert backend.write_unit(path, unit(stop=60.0)) is True
+class Started(backend.Systemd):
+    """A unit that was started and whose main process has this pid."""
+
+    def __init__(self, pid):
+        self.pid = pid
+
+    def run(self, *words, timeout=0.0):
+        return "MainPID=%d\nControlGroup=/system.slice/x\nInvocationID=abc\nActiveState=active\n" % self.pid
+
+
+class OnePid(ProcFS):
+    def pids(self):
+        raise AssertionError("one process is asked for, not all")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_only_the_started_process_is_looked_at(there):
+    pid = os.getpid() if there else 4194304
+    record = InstanceRecord(name="main", backend="systemd", unit="cleanslate-main.service")
+    launch._start_unit(record, Started(pid), reload=False, fs=OnePid())
+    assert (record.pid, record.pgrp) == (pid, os.getpgid(0) if there else 0)
+    assert record.details["invocation"] == "abc"
 
 
 def test_a_node_without_systemd_is_told_which_variable_to_change(monkeypatch):
