@@ -171,7 +171,7 @@ class Entry:
 
 def left_behind(words: str) -> Left:
     """`left PID PARENT INNERMOST OWNER NAME`; the name may have spaces."""
-    _, pid, parent, innermost, owner, *name = words.split(" ", 5)
+    _left, pid, parent, innermost, owner, *name = words.split(" ", 5)
     return Left(int(pid), int(parent), int(innermost), owner, "".join(name))
 
 

@@ -88,14 +88,10 @@ def short_devices(devices: t.Iterable[t.Any]) -> str:
 
 def ranges(numbers: list[int]) -> list[str]:
     """C([0, 1, 2, 7]) as C(["0-2", "7"]); the numbers ascend."""
-    out: list[str] = []
-    start = previous = None
-    for number in [*numbers, None]:
-        if start is None:
-            start = previous = number
-        elif number is not None and number == previous + 1:
-            previous = number
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
         else:
-            out.append(str(start) if start == previous else "%d-%d" % (start, previous))
-            start = previous = number
-    return out
+            spans.append([number, number])
+    return [str(first) if first == last else "%d-%d" % (first, last) for first, last in spans]

@@ -11,10 +11,10 @@ import typing as t
 from fractions import Fraction
 
 from .errors import CleanslateError
-from .redact import HIDDEN as HIDDEN
-from .redact import is_secret_name as is_secret_name
-from .redact import redact_argv as redact_argv
-from .redact import redact_value as redact_value
+from .redact import HIDDEN as HIDDEN  # pylint: disable=useless-import-alias,unused-import
+from .redact import is_secret_name as is_secret_name  # pylint: disable=useless-import-alias,unused-import
+from .redact import redact_argv as redact_argv  # pylint: disable=useless-import-alias
+from .redact import redact_value as redact_value  # pylint: disable=useless-import-alias,unused-import
 
 # ASCII: else Unicode's other digits count, and the Kelvin sign matches K.
 _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*(?:([KMGT])(i?))?B?\s*", re.IGNORECASE | re.ASCII)

@@ -69,6 +69,8 @@ class InstanceRecord:
     details: dict[str, t.Any] = dataclasses.field(default_factory=dict)
 
 
+# Exact types: a bool is an int to isinstance.
+# pylint: disable=unidiomatic-typecheck
 _KINDS: dict[str, t.Callable[[t.Any], bool]] = {
     "str": lambda value: type(value) is str,
     "int": lambda value: type(value) is int,
@@ -78,6 +80,7 @@ _KINDS: dict[str, t.Callable[[t.Any], bool]] = {
     "list[int]": lambda value: type(value) is list and all(type(item) is int for item in value),
     "dict[str, t.Any]": lambda value: type(value) is dict,
 }
+# pylint: enable=unidiomatic-typecheck
 
 
 def _is_sound(record: InstanceRecord) -> bool:

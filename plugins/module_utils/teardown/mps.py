@@ -87,7 +87,7 @@ class Mps:
         elif folder:
             environment["CUDA_MPS_PIPE_DIRECTORY"] = folder
         try:
-            done = subprocess.run(
+            done = subprocess.run(  # pylint: disable=ansible-bad-function
                 words,
                 input=(command + "\n").encode("ascii"),
                 stdout=subprocess.PIPE,

@@ -199,7 +199,7 @@ class Systemd:
                 continue
             command = [*_systemctl(manager, container), "show", "--property=" + ",".join(_PROPERTIES), "--"]
             try:
-                done = subprocess.run(
+                done = subprocess.run(  # pylint: disable=ansible-bad-function
                     [*command, *(key.name for key in wanted)],
                     stdin=subprocess.DEVNULL,
                     capture_output=True,
@@ -227,7 +227,7 @@ class Systemd:
     def stop(self, key: UnitKey) -> StopJob | None:
         """Begin to stop a unit; None when there is no systemctl."""
         try:
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # pylint: disable=ansible-bad-function
                 key.stop_command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
