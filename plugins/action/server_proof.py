@@ -33,6 +33,7 @@ class ActionModule(ShownAction):
                     "  %s: declared %s, runs with %s (%s)"
                     % (item["argument"], item["requested"], item["effective"], why)
                 )
+        out += ["  note: " + str(note) for note in result.get("notes") or []]
         if result.get("proven"):
             out.append("  " + str(result.get("msg", "")))
         return out

@@ -32,6 +32,7 @@ from .systemd_backend import Systemd
 #: What a record's C(details) keep that other modules read.
 #: declared: flat state (command.declared_state); arguments: typed, without secrets; salt; schedulers; supervisor;
 #: skips_tokenizer, embeds, tls; launched_boottime; stall_timeout, ready_timeout; invocation (systemd); workers;
+#: account: the server's own account of these arguments, once proven;
 #: declaration and last_ready: this launch's, and that of the last launch that became ready, without secrets.
 
 

@@ -18,6 +18,7 @@ from ..common.text import HIDDEN, is_secret_name, show
 from ..proc.table import Process
 from . import command
 from .http import Reply
+from .models import is_local
 from .roles import Role, role_of
 
 ENVIRONMENT = "environment "
@@ -143,8 +144,9 @@ ADJUSTED = {
     "enable_mixed_chunk": "switched off by speculation",
     "schedule_conservativeness": "adjusted by attention data parallelism",
 }
-#: Nothing to compare: paths that SGLang resolves, and what it does not repeat.
-_SKIPPED = frozenset(["model_path", "config", "host"])
+#: Names of models, which SGLang replaces by where it put what it fetched (a bucket, a repository), or by what it found
+#: in them (a GGUF file); a folder of the node stays what it is.
+_MODELS = frozenset(["model_path", "tokenizer_path", "speculative_draft_model_path"])
 
 
 def compare_arguments(requested: t.Mapping[str, t.Any], effective: t.Mapping[str, t.Any]) -> list[dict[str, t.Any]]:
@@ -159,8 +161,14 @@ def compare_arguments(requested: t.Mapping[str, t.Any], effective: t.Mapping[str
         row = {"argument": field, "requested": wanted, "effective": actual, "equal": same(wanted, actual)}
         if not row["equal"] and field in ADJUSTED:
             row["reason"] = ADJUSTED[field]
+        elif not row["equal"] and field in _MODELS and not _stays(str(wanted)):
+            row["reason"] = "SGLang replaces it by the local copy"
         out.append(row)
     return out
+
+
+def _stays(path: str) -> bool:
+    return is_local(path) and not path.lower().endswith(".gguf")
 
 
 def same(wanted: t.Any, actual: t.Any) -> bool:
@@ -192,6 +200,23 @@ def account_of(reply: Reply) -> dict[str, t.Any]:
     return {key: value for key, value in reply.body.items() if not is_secret_name(key) and key != "launch_command"}
 
 
+class Account(t.NamedTuple):
+    """What a server says of itself. C(values) None: it was too busy to say anything."""
+
+    values: dict[str, t.Any] | None
+    note: str = ""
+
+
+def hear(reply: Reply, earlier: t.Mapping[str, t.Any] | None) -> Account:
+    """An answer of /server_info, which waits for the scheduler: a server that is busy for too long is no other one for
+    that, and what it said after its launch (C(earlier)) still holds, for arguments do not change."""
+    if reply.error != "timeout":
+        return Account(account_of(reply))
+    if earlier:
+        return Account(dict(earlier), "The server was too busy to say how it runs: what it said earlier was compared.")
+    return Account(None, "The server was too busy to say how it runs: its arguments were not compared.")
+
+
 def prove_members(
     members: t.Sequence[Process],
     main_pid: int,
@@ -212,9 +237,9 @@ def verdict(
     rows: t.Sequence[t.Mapping[str, t.Any]],
     arguments: t.Sequence[t.Mapping[str, t.Any]],
     wanted_workers: int,
-    account: t.Mapping[str, t.Any],
+    account: t.Mapping[str, t.Any] | None,
 ) -> list[str]:
-    """What is not as declared, in sentences; empty when everything is proven."""
+    """What is not as declared, in sentences; empty when everything is proven. C(account) None: it was too busy."""
     out: list[str] = []
     workers = [row for row in rows if row["role"] == "scheduler"]
     if len(workers) != wanted_workers:
@@ -230,7 +255,7 @@ def verdict(
                 out.append("%s: %s=%s was declared by nobody." % (who, item["name"], item["effective"]))
             else:
                 out.append("%s: %s is %s, declared is %s." % (who, item["name"], item["effective"], item["requested"]))
-    if not account:
+    if account is not None and not account:
         out.append("The server did not say how it runs (/server_info).")
     for item in arguments:
         if not item["equal"] and not item.get("reason"):

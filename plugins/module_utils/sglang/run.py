@@ -174,6 +174,7 @@ def _prove(name: str, state_dir: str, timeout: float, check_mode: bool) -> dict[
         "processes": [],
         "arguments": [],
         "problems": [],
+        "notes": [],
         "workers": 0,
         "simulated": False,
     }
@@ -188,10 +189,14 @@ def _prove(name: str, state_dir: str, timeout: float, check_mode: bool) -> dict[
     declared = record.details.get("declared")
     declared = declared if isinstance(declared, dict) else {}
     rows = proof.prove_members(own, record.pid, runtime.supervisor, declared, salt_of(record))
-    account = proof.account_of(runtime.client().first(["/server_info", "/get_server_info"], timeout))
     wanted = record.details.get("arguments")
-    arguments = proof.compare_arguments(wanted if isinstance(wanted, dict) else {}, account)
+    wanted = wanted if isinstance(wanted, dict) else {}
+    reply = runtime.client().first(["/server_info", "/get_server_info"], timeout)
+    account, note = proof.hear(reply, record.details.get("account"))
+    arguments = proof.compare_arguments(wanted, account or {})
     problems = proof.verdict(rows, arguments, runtime.schedulers, account)
+    if account and not note and not problems and not check_mode:
+        _remember_account({field: account[field] for field in wanted if field in account}, name, state_dir)
     workers = [row for row in rows if row["role"] == "scheduler"]
     checked = sum(row["checked"] for row in rows)
     if problems:
@@ -211,7 +216,16 @@ def _prove(name: str, state_dir: str, timeout: float, check_mode: bool) -> dict[
         processes=rows,
         arguments=arguments,
         problems=problems,
+        notes=[note] if note else [],
         workers=len(workers),
         simulated=record.simulated,
         msg=said,
     )
+
+
+def _remember_account(account: dict[str, t.Any], name: str, state_dir: str) -> None:
+    """For a proof that finds the server too busy to tell. Into the record as it is on disk, not as it was followed."""
+    record = load(name, state_dir)
+    if record.details.get("account") != account:
+        record.details["account"] = account
+        RecordStore(state_dir).save(record)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ansible_collections.cleanslate.inference.plugins.module_utils.sglang import command
+from ansible_collections.cleanslate.inference.plugins.module_utils.sglang import command, proof
 from ansible_collections.cleanslate.inference.plugins.module_utils.sglang.declaration import Declaration
 
 STANDIN = Path(__file__).resolve().parents[2] / "lab/standin"
@@ -247,3 +247,20 @@ def test_what_is_known_of_flags_is_what_the_table_says():
 
     assert having("action", "BooleanOptionalAction") == command.PAIRED
     assert having("type", "json_list_type") == command.JSON_LISTS
+
+
+@pytest.mark.parametrize(
+    ("field", "wanted", "effective", "fine"),
+    [
+        ("model_path", "s3://bucket/model", "/root/.cache/model", True),
+        ("model_path", "org/model", "/root/.cache/huggingface/hub/models--org--model", True),
+        ("speculative_draft_model_path", "org/draft", "/root/.cache/draft", True),
+        ("model_path", "/srv/model/q4.gguf", "/srv/model", True),
+        ("model_path", "/srv/model", "/srv/other", False),
+        ("model_path", "/srv/model", "/srv/model", True),
+    ],
+)
+def test_names_that_sglang_replaces_are_no_other_model(field, wanted, effective, fine):
+    (row,) = proof.compare_arguments({field: wanted}, {field: effective})
+    assert (row["equal"] or bool(row.get("reason"))) is fine
+    assert (proof.verdict([], [row], 0, {"x": 1}) == []) is fine

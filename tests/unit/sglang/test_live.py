@@ -33,8 +33,10 @@ from ansible_collections.cleanslate.inference.plugins.module_utils.sglang import
     process_backend,
     proof,
     ready,
+    run,
 )
 from ansible_collections.cleanslate.inference.plugins.module_utils.sglang.declaration import Declaration
+from ansible_collections.cleanslate.inference.plugins.module_utils.sglang.http import Client, Reply
 from ansible_collections.cleanslate.inference.plugins.module_utils.sglang.runtime import Runtime, load
 from ansible_collections.cleanslate.inference.plugins.module_utils.state.record import RecordStore
 
@@ -322,6 +324,35 @@ def test_a_changed_environment_of_a_worker_is_found(node):
     _rows, _arguments, problems = node.prove()
     assert any("NCCL_ALGO is Ring, declared is Tree" in problem for problem in problems)
     assert any("NCCL_PROTO did not arrive" in problem for problem in problems)
+
+
+def test_a_server_that_is_too_busy_to_tell_how_it_runs_is_no_failure(node, monkeypatch):
+    """/server_info waits for the scheduler."""
+    node.launch()
+    assert node.wait()["state"] == "ready"
+    monkeypatch.setattr(run, "Runtime", lambda record, state_dir: Runtime(record, state_dir, node.fs))
+    params = {"instance": "main", "state_dir": node.state, "run_dir": str(node.folder / "run"), "timeout": 10.0}
+    params.update(lease=None, release_lease=False)
+
+    def prove(reply):
+        with monkeypatch.context() as patch:
+            if reply is not None:
+                patch.setattr(Client, "first", lambda *_: reply)
+            return run.prove_server(params, False)
+
+    busy = prove(Reply(0, None, "timeout"))
+    assert busy["proven"]
+    assert "were not compared" in busy["notes"][0]
+    assert not prove(Reply(0, None, "refused"))["proven"]
+
+    told = prove(None)
+    assert told["proven"]
+    assert told["notes"] == []
+    again = prove(Reply(0, None, "timeout"))
+    assert again["proven"]
+    assert "said earlier" in again["notes"][0]
+    assert again["arguments"] == told["arguments"] != []
+    assert KEY not in (Path(node.state) / "instances/main.json").read_text()
 
 
 def test_the_exit_of_a_server_is_kept(node):
