@@ -33,8 +33,8 @@ GET_PIP_VERSIONS = ("24_2", "25_2")  # asked for by ansible-core 2.19 and by 2.2
 
 
 #: For sanity: what the artefact does not hold; stage ruff-check reads that, too. For units: the tests of the lab and of
-#: these checks, which stage unit runs: ansible-test runs each test in a child and does not end the fixtures that several
-#: tests share, here whole servers.
+#: these checks, which stage unit runs: ansible-test runs each test in a child and does not end the fixtures that
+#: several tests share, here whole servers.
 LEFT_OUT = {
     "sanity": (".collections", "benchmarks", "inventories", "molecule", "tests"),
     "units": ("molecule", "tests/unit/checks", "tests/unit/lab", "tests/unit/standin"),

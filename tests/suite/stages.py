@@ -67,13 +67,13 @@ STAGES: list[Stage] = [
     Stage("checkout-with-space", [PYTHON, CHECKS / "elsewhere.py"], group="package"),
     Stage("ordinary-user", [PYTHON, CHECKS / "ordinary_user.py"], group="package", needs=[root, linux, commands("cc")]),
     # -- ansible-test
-    Stage("sanity", [PYTHON, CHECKS / "ansible_test.py", "sanity"], group="sanity", timeout=1200),
+    Stage("ansible-test-sanity", [PYTHON, CHECKS / "ansible_test.py", "sanity"], group="sanity", timeout=900),
     Stage(
         "ansible-test-units",
         [PYTHON, CHECKS / "ansible_test.py", "units"],
         group="sanity",
         junit=BUILD / "ansible-test/ansible_collections/cleanslate/inference/tests/output/junit",
-        timeout=900,
+        timeout=1200,
     ),
     # -- the oldest Ansible and Python of a control node
     Stage(
