@@ -126,7 +126,7 @@ options:
         default: 900.0
       stop_timeout:
         description:
-          - Seconds that systemd gives the server to stop before it is killed.
+          - Seconds from TERM to KILL when systemd stops the server.
         type: float
-        default: 120.0
+        default: 30.0
 """

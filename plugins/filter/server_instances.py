@@ -12,6 +12,7 @@ author:
   - Contributors to the cleanslate.inference collection (@cleanslate)
 description:
   - Fills each entry of a list of servers with defaults, and makes one server of them alone when the list is empty.
+  - Refuses two servers of the same name, on the same port, or on the same GPU, and one without GPUs beside others.
   - The dictionaries C(nccl), C(nccl_host), C(environment) and C(args) are merged by key, the entry's value wins, null
     takes a key away. Everything else, C(speculative) included, is replaced as a whole.
 options:
@@ -79,11 +80,20 @@ def server_instances(entries: t.Any, defaults: t.Any) -> list[dict[str, t.Any]]:
     if not isinstance(entries, (list, tuple)) or not isinstance(defaults, t.Mapping):
         raise AnsibleFilterError("sglang_server_instances: a list of servers is needed.")
     out = [merge(entry, defaults) for entry in (entries or [{}])]
+    gpus = [[str(gpu).strip().lower() for gpu in server["declaration"].get("gpus") or []] for server in out]
+    if len(out) > 1 and not all(gpus):
+        lacking = ", ".join(server["name"] for server, own in zip(out, gpus, strict=True) if not own)
+        raise AnsibleFilterError(
+            "sglang_server_instances: with several servers each needs gpus of its own, since none means all; missing "
+            "in %s." % lacking
+        )
     for what, values in (
         ("name", [server["name"] for server in out]),
-        ("port", [server["declaration"].get("port") for server in out]),
+        ("port", [str(server["declaration"].get("port")) for server in out]),
+        # One that names a GPU twice is the plan's matter.
+        ("GPU", [gpu for own in gpus for gpu in sorted(set(own))]),
     ):
-        twice = sorted({str(value) for value in values if values.count(value) > 1})
+        twice = sorted({value for value in values if values.count(value) > 1})
         if twice:
             raise AnsibleFilterError("sglang_server_instances: %s %s is declared twice." % (what, ", ".join(twice)))
     return out

@@ -30,6 +30,19 @@ options:
     type: str
     choices: [auto, always]
     default: auto
+  assume_ended:
+    description:
+      - Rows of RV(teardown) of plans for other servers of this node, whom the same run will have ended before this plan
+        is carried out. They do not stand in the way.
+    type: list
+    elements: dict
+    default: []
+  release_lease:
+    description:
+      - Drop the lease of O(lease) when there is nothing to do. Where the module fails it is dropped in any case, and
+        where a reset will follow it is kept.
+    type: bool
+    default: false
   teardown:
     description:
       - What M(cleanslate.inference.gpu_teardown) will be told, for the plan of what it would end.
@@ -205,6 +218,8 @@ ARGUMENT_SPEC: dict[str, Any] = dict(
     instance={"type": "str", "required": True},
     declaration={"type": "dict", "required": True, "options": DECLARATION_SPEC},
     reset={"type": "str", "choices": ["auto", "always"], "default": "auto"},
+    assume_ended={"type": "list", "elements": "dict", "default": []},
+    release_lease={"type": "bool", "default": False},
     teardown={
         "type": "dict",
         "default": {},

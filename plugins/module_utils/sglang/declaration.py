@@ -39,7 +39,7 @@ DECLARATION_SPEC: dict[str, t.Any] = {
     "user": {"type": "str"},
     "stall_timeout": {"type": "float", "default": 120.0},
     "ready_timeout": {"type": "float", "default": 900.0},
-    "stop_timeout": {"type": "float", "default": 120.0},
+    "stop_timeout": {"type": "float", "default": 30.0},
 }
 
 #: Arguments (field names, aliases too) that have a variable of their own.
@@ -102,7 +102,7 @@ class Declaration:
     user: str | None = None
     stall_timeout: float = 120.0
     ready_timeout: float = 900.0
-    stop_timeout: float = 120.0
+    stop_timeout: float = 30.0
 
     @classmethod
     def from_params(cls, name: str, params: t.Mapping[str, t.Any]) -> Declaration:

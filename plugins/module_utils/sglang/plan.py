@@ -137,12 +137,15 @@ class Planner:
         fs: ProcFS | None = None,
         systemd: Systemd | None = None,
         clock: Clock | None = None,
+        assume_ended: t.Collection[tuple[int, int]] = (),
     ) -> None:
         self.declaration = declaration
         self.survey = survey
         self.teardown = teardown
         self.state_dir = state_dir
         self.always = always
+        #: Pid and start time of those whom the same run ends before this plan is carried out.
+        self.assume_ended = assume_ended
         self.check_mode = check_mode
         self.fs = fs or ProcFS()
         self.systemd = systemd or Systemd()
@@ -279,6 +282,7 @@ class Planner:
     def _look_for_strangers(self, plan: Plan) -> None:
         """Whoever and whatever would still be in the way after the teardown."""
         going = plan.target_pids | {process.pid for process in self.members}
+        going |= {p.pid for p in self.survey.table.values() if (p.pid, p.start_time) in self.assume_ended}
         self._look_at_gpus(plan, going)
         for port in look_at_ports(self.fs, self.prepared.ports, self.survey.table):
             for listener in port.listeners:

@@ -10,6 +10,7 @@ import contextlib
 import typing as t
 
 from ..common.errors import CleanslateError
+from ..gpu.free import identities
 from ..gpu.survey import SurveyOptions, take_survey
 from ..proc.identity import require_kernel
 from ..state.lease import Lease
@@ -28,8 +29,9 @@ def _survey(params: t.Mapping[str, t.Any]) -> t.Any:
 
 
 def plan_server(declaration: Declaration, params: t.Mapping[str, t.Any], check_mode: bool) -> dict[str, t.Any]:
-    """Module server_plan. Takes the run's lease first, so that what was planned is still true when it is done, and
-    drops it again unless a reset will follow."""
+    """Module server_plan. Takes the run's lease first, so that what was planned is still true when it is done. Where
+    it fails it drops the lease again, and where there is nothing to do if it was told to: the run may have more to do
+    on this node."""
     require_kernel()
     lease = Lease(params["run_dir"], params["lease"])
     if params["lease"] and not check_mode:
@@ -46,9 +48,11 @@ def plan_server(declaration: Declaration, params: t.Mapping[str, t.Any], check_m
             params["state_dir"],
             always=params["reset"] == "always",
             check_mode=check_mode,
+            assume_ended=identities(params["assume_ended"], "assume_ended"),
         ).run()
     finally:
-        if not check_mode and params["lease"] and (result is None or result.verdict != RESET):
+        done = result is None or not (result.verdict == RESET or (result.converged and not params["release_lease"]))
+        if not check_mode and params["lease"] and done:
             with contextlib.suppress(CleanslateError):
                 lease.release()
     out = result.as_dict()

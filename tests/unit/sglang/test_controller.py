@@ -54,7 +54,9 @@ class TestInstances:
         assert server["declaration"]["speculative"] == {"algorithm": "NGRAM"}
 
     def test_nothing_of_one_entry_reaches_another(self):
-        first, second = server_instances([{"name": "a", "nccl": {"NTHREADS": 64}}, {"name": "b", "port": 30001}], FLAT)
+        first, second = server_instances(
+            [{"name": "a", "gpus": [0], "nccl": {"NTHREADS": 64}}, {"name": "b", "gpus": [1], "port": 30001}], FLAT
+        )
         assert "NTHREADS" in first["declaration"]["nccl"]
         assert "NTHREADS" not in second["declaration"]["nccl"]
 
@@ -63,8 +65,13 @@ class TestInstances:
         [
             ([{"name": "a", "tpsize": 2}], "Did you mean tp_size"),
             ([{"name": "a", "page_size": 2}], "go into args"),
-            ([{"name": "a"}, {"name": "a", "port": 1}], "name a is declared twice"),
-            ([{"name": "a"}, {"name": "b"}], "port 30000 is declared twice"),
+            ([{"name": "a", "gpus": [0]}, {"name": "a", "gpus": [1], "port": 1}], "name a is declared twice"),
+            ([{"name": "a", "gpus": [0]}, {"name": "b", "gpus": [1]}], "port 30000 is declared twice"),
+            ([{"name": "a", "gpus": [0]}, {"name": "b", "gpus": [1], "port": "30000"}], "port 30000 is declared twice"),
+            ([{"name": "a", "gpus": [0, 1]}, {"name": "b", "gpus": ["1"], "port": 1}], "GPU 1 is declared twice"),
+            ([{"name": "a", "gpus": ["GPU-AB"]}, {"name": "b", "gpus": ["gpu-ab"], "port": 1}], "GPU gpu-ab is"),
+            ([{"name": "a", "gpus": [0]}, {"name": "b", "port": 1}], "missing in b"),
+            ([{"name": "a", "gpus": [0]}, {"name": "b", "gpus": None, "port": 1}], "missing in b"),
             ("main", "a list"),
         ],
     )
@@ -170,6 +177,10 @@ class Planned:
             raise CleanslateError("something is wrong")
         return self
 
+    @property
+    def converged(self):
+        return self.verdict == "converged"
+
     def as_dict(self):
         return {"verdict": self.verdict}
 
@@ -181,11 +192,12 @@ class TestLease:
         monkeypatch.setattr(run, "_survey", lambda params: None)
         run_dir = str(tmp_path / "run")
         params = {"run_dir": run_dir, "state_dir": str(tmp_path), "lock_timeout": 0.0, "teardown": {}, "reset": "auto"}
+        params["assume_ended"] = []
 
-        def planned(verdict, lease="run-1", check_mode=False):
+        def planned(verdict, lease="run-1", check_mode=False, release=False):
             monkeypatch.setattr(Planned, "verdict", verdict)
             declaration = Declaration.from_params("main", {"model_path": "/m"})
-            return run.plan_server(declaration, dict(params, lease=lease), check_mode)
+            return run.plan_server(declaration, dict(params, lease=lease, release_lease=release), check_mode)
 
         planned.lease = Lease(run_dir, "run-1")
         return planned
@@ -194,10 +206,21 @@ class TestLease:
         plan("reset")
         assert plan.lease.current().run == "run-1"
 
-    @pytest.mark.parametrize("verdict", ["converged", "blocked", "unknown"])
-    def test_anything_else_drops_it(self, plan, verdict):
+    @pytest.mark.parametrize("verdict", ["blocked", "unknown"])
+    def test_a_failure_drops_it(self, plan, verdict):
         plan(verdict)
         assert plan.lease.current() is None
+
+    def test_a_converged_server_keeps_it_for_the_next_one_unless_told_otherwise(self, plan):
+        plan("reset")
+        plan("converged")
+        assert plan.lease.current().run == "run-1"
+        plan("converged", release=True)
+        assert plan.lease.current() is None
+
+    def test_a_reset_keeps_it_whatever_it_was_told(self, plan):
+        plan("reset", release=True)
+        assert plan.lease.current().run == "run-1"
 
     def test_an_error_drops_it(self, plan):
         with pytest.raises(CleanslateError):

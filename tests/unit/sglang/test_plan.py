@@ -127,7 +127,7 @@ class Node:
         RecordStore(str(self.state)).save(record)
         return record
 
-    def plan(self, always=False, scope="match", check_mode=True, options=None, **changes):
+    def plan(self, always=False, scope="match", check_mode=True, options=None, assume_ended=(), **changes):
         with self.tree.surveyor() as surveyor:
             return plan.Planner(
                 self.declaration(**changes),
@@ -137,6 +137,7 @@ class Node:
                 always=always,
                 check_mode=check_mode,
                 fs=self.fs,
+                assume_ended=assume_ended,
             ).run()
 
 
@@ -443,6 +444,14 @@ GPUS, BASELINE = "sglang_server_gpus", "gpu_teardown_memory_baseline"
 def test_gpus_are_judged_as_the_proof_after_the_teardown_will(node, changes, options, found):
     node.tree.nvml.set(1, **changes)
     assert findings(node.plan(options=options)) == found
+
+
+def test_a_server_that_gives_its_gpu_up_first_is_not_in_the_way(node):
+    node.tree.add(700, comm="train", argv=["./train"], maps=[node.tree.gpu(1)])
+    node.listen(700)
+    assert findings(node.plan(assume_ended=[(700, 1700)])) == []
+    # Another process of that pid is another process.
+    assert {code for code, _ in findings(node.plan(assume_ended=[(700, 1)]))} == {"foreign_holder", "port_busy"}
 
 
 def test_other_gpus_are_no_matter(node):
