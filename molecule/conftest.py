@@ -12,23 +12,22 @@ from pathlib import Path
 import pytest
 import testinfra
 
-sys.path[:0] = [str(Path(__file__).resolve().parent / "resources"), str(Path(__file__).resolve().parents[1] / "tests/lab")]
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE / "resources"), str(HERE.parent / "tests/lab")]
 
 import testinfra_lab  # noqa: E402, F401  makes lab:// known
 from look import Machine  # noqa: E402
 
 #: Shown of a host on which a test failed.
-JOURNAL = "journalctl --boot --no-pager --lines=40 --output=short-precise; tail -n 30 /var/lib/cleanslate/servers/*/*.log"
+JOURNAL = "journalctl --boot --no-pager --lines=40; tail -n 30 /var/lib/cleanslate/servers/*/*.log"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """A report for each folder of tests: a scenario verifies more than once."""
     if config.option.xmlpath:
-        report = Path(config.option.xmlpath)
         folder = Path(config.args[0]).parent.name
-        config.option.xmlpath = str(report.with_name(f"{report.stem}-{folder}.xml"))
-        config.inicfg["junit_suite_name"] = f"{report.stem}-{folder}"
+        config.option.xmlpath = str(Path(config.option.xmlpath).with_suffix("") / f"{folder}.xml")
 
 
 @pytest.fixture

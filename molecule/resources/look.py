@@ -136,7 +136,7 @@ class Machine:
         return next((process for process in named if json.loads(process.environment["PLANT"])["name"] == name), None)
 
     def instance(self, name: str) -> list[Process]:
-        """The processes of a launched server, by the mark in their environment, without back end process's supervisor."""
+        """The processes of a launched server, by the mark in their environment; not the supervisor of a bare one."""
         marked = [process for process in self.processes if process.environment.get("CLEANSLATE_INSTANCE") == name]
         return [process for process in marked if not any("cleanslate_supervise" in word for word in process.words)]
 
@@ -151,7 +151,9 @@ def report(host: str) -> dict:
     return next(node for node in nodes if node["host"] == host)
 
 
-def get(host: testinfra.host.Host, port: int, path: str, body: dict | None = None, key: str | None = None) -> tuple[int, str]:
+def get(
+    host: testinfra.host.Host, port: int, path: str, body: dict | None = None, key: str | None = None
+) -> tuple[int, str]:
     """Ask a server over loopback of its host: status and body of the answer."""
     words = ["curl", "--silent", "--max-time", "30", "--write-out", "%{stderr}%{http_code}"]
     if body is not None:

@@ -40,6 +40,12 @@ def yaml_places() -> list[str]:
 
 STAGES: list[Stage] = [
     lint("ansible-lint", "-m", "ansiblelint", "--offline", "--strict", "--profile", "production"),
+    lint(
+        "ansible-lint-outsider",
+        *("-m", "ansiblelint", "--offline", "--strict", "--profile", "production", "."),
+        cwd=ROOT / "molecule/outsider",
+        env={"ANSIBLE_COLLECTIONS_PATH": f"{ROOT}/molecule/outsider/collections:{ROOT}/.collections"},
+    ),
     lint("yamllint", "-m", "yamllint", "--strict", "--config-file", ".config/yamllint.yml", *yaml_places()),
     lint("ruff-check", "-m", "ruff", "check", "."),
     lint("ruff-format", "-m", "ruff", "format", "--check", "."),
@@ -109,14 +115,14 @@ STAGES += [
     )
 ]
 
-# -- Molecule: every scenario is a stage
+# -- Molecule: every scenario is a stage, in a lab of its own
 STAGES += [
     Stage(
         f"molecule-{scenario.parent.name}",
-        [PYTHON, "-m", "molecule", "test", "--scenario-name", scenario.parent.name],
+        [PYTHON, "molecule/run.py", scenario.parent.name],
         group="molecule",
-        env={"MOLECULE_GLOB": "molecule/*/molecule.yml"},
-        needs=[linux, root],
+        junit=REPORTS / "molecule" / scenario.parent.name,
+        needs=[linux, root, commands("lxc-start", "mmdebstrap", "ip", "newuidmap")],
         timeout=900,
     )
     for scenario in sorted(ROOT.glob("molecule/*/molecule.yml"))

@@ -73,18 +73,18 @@ def test_gpus_are_held_by_their_server_alone(machine: Machine, servers: dict) ->
 def test_it_answers(host: Host, machine: Machine, servers: dict) -> None:
     for port in (port for _gpus, port, _variables in servers.values()):
         key = KEYS[0] if machine.name == "ct101" else None
-        status, body = get(host, port, "/generate", {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}, key)
+        question = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
+        status, body = get(host, port, "/generate", question, key)
         assert status == 200
         assert json.loads(body)["meta_info"]["completion_tokens"] == 4
         if key:
-            assert get(host, port, "/generate", {"input_ids": [1, 2]}, None)[0] == 401
+            assert get(host, port, "/generate", question)[0] == 401
 
 
 def test_files_are_for_root_alone(host: Host, machine: Machine, servers: dict) -> None:
-    modes = {
-        f"{STATE}/instances/{name}.json": 0o600
-        for name in servers
-    } | ({f"{STATE}/servers/{name}/environment": 0o640 for name in servers} if machine.name != "ct103" else {})
+    modes = {f"{STATE}/instances/{name}.json": 0o600 for name in servers}
+    if machine.name != "ct103":
+        modes.update({f"{STATE}/servers/{name}/environment": 0o640 for name in servers})
     if machine.name == "ct101":
         modes[f"{STATE}/servers/main/config.yaml"] = 0o600
     if machine.name == "ct103":
@@ -96,8 +96,8 @@ def test_keys_are_in_no_command_line_and_in_one_file(host: Host, machine: Machin
     shown = json.dumps([process.words for process in machine.processes])
     for key in KEYS:
         assert key not in shown
-        files = host.run("grep --recursive --files-with-matches --fixed-strings -- %s /var/lib/cleanslate /run /etc", key).stdout
-        assert files.split() == ([f"{STATE}/servers/main/config.yaml"] if machine.name == "ct101" else [])
+        found = host.run("grep --recursive --files-with-matches --fixed-strings -- %s /run /etc " + STATE, key)
+        assert found.stdout.split() == ([f"{STATE}/servers/main/config.yaml"] if machine.name == "ct101" else [])
 
 
 def test_who_was_well_is_left_alone(host: Host, machine: Machine) -> None:
