@@ -15,8 +15,8 @@ description:
   - Reads the environment of every process of the server and compares it with the declaration as it was launched.
     Variables that SGLang itself sets are told apart, with the reason.
   - Compares the server's own account of its arguments (C(/server_info)) with the declared ones.
-  - Fails when something is missing or different. A server that is too busy to give its account does not fail: what it
-    said earlier is compared, and a note says so.
+  - Fails when something is missing or different. A server that is too busy to give its account does not fail. What it
+    said earlier is compared then, and a note says so.
 options:
   instance:
     description:

@@ -1,7 +1,7 @@
 # Copyright: Contributors to the cleanslate.inference collection
 # GNU General Public License v3.0 or later (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Role sglang_server with two servers on a node: its real tasks, and modules that only write down what they are asked."""
+"""Role sglang_server with two servers on a node: its real tasks, and modules that only write down the question."""
 
 from __future__ import annotations
 
