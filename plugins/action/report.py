@@ -18,10 +18,11 @@ from ansible_collections.cleanslate.inference.plugins.module_utils.common.errors
 from ansible_collections.cleanslate.inference.plugins.module_utils.state.files import make_dir, write_atomic
 from ansible_collections.cleanslate.inference.plugins.plugin_utils.report import (
     ACTIONS,
+    INSTANCES,
     REPORT_HEADERS,
     STEPS,
     cells,
-    node_row,
+    node_rows,
 )
 from ansible_collections.cleanslate.inference.plugins.plugin_utils.shown import whole
 from ansible_collections.cleanslate.inference.plugins.plugin_utils.tables import table
@@ -46,7 +47,7 @@ class ActionModule(ActionBase):
         check = bool(self._task.check_mode)
         run_tags, skip_tags = (list(task_vars.get(name) or []) for name in ("ansible_run_tags", "ansible_skip_tags"))
         partly = run_tags not in ([], ["all"]) or bool(skip_tags)
-        rows = [node_row(host, hostvars[host], check, partly) for host in hosts]
+        rows = [row for host in hosts for row in node_rows(host, hostvars[host], check, partly)]
         bad = [row for row in rows if not row["ok"]]
         path = os.path.abspath(os.path.expanduser(arguments["path"])) if arguments["path"] else ""
         if path:
@@ -95,6 +96,7 @@ class ActionModule(ActionBase):
             "ok": bool(rows) and all(row["ok"] for row in rows),
             "nodes": rows,
             "steps": steps,
+            "servers": {host: variables.get(INSTANCES, {}) for host, variables in hostvars.items()},
         }
         text = json.dumps(report, indent=1, sort_keys=True, default=str)
         try:
@@ -107,8 +109,12 @@ class ActionModule(ActionBase):
 def _verdict(rows: list[dict[str, t.Any]], bad: list[dict[str, t.Any]]) -> str:
     if not rows:
         return "No node was in this play: look at cleanslate_hosts and --limit."
+    nodes = len({row["host"] for row in rows})
     if not bad:
-        return "%d of %d nodes are as asked for." % (len(rows), len(rows))
-    names = ", ".join("%s (%s)" % (row["host"], row["outcome"]) for row in bad[:10])
+        return "%d of %d nodes are as asked for." % (nodes, nodes)
+    names = ", ".join(
+        "%s (%s)" % (" ".join(filter(None, (row["host"], row["instance"]))), row["outcome"]) for row in bad[:10]
+    )
     more = "" if len(bad) <= 10 else " and %d more" % (len(bad) - 10)
-    return "%d of %d nodes are not as asked for: %s%s." % (len(bad), len(rows), names, more)
+    wrong = len({row["host"] for row in bad})
+    return "%d of %d nodes are not as asked for: %s%s." % (wrong, nodes, names, more)

@@ -30,26 +30,71 @@ ACTIONS = {
 #: Set by the playbooks' rescue: a step that failed without a result of its own (a template, an assertion).
 FAILURE = "__cleanslate_failure"
 GOOD = frozenset(["free", "serving", "converged", "would free", "would launch", "partly done"])
+BAD = frozenset(["blocked", "failed", "unreachable"])
 #: Characters of a reason in the table; the file has all of it.
 REASON_WIDTH = 300
 REPORT_HEADERS = ("node", "instance", "outcome", "GPUs free", "ended", "seconds", "reason")
 
 
-def node_row(
-    host: str, variables: t.Mapping[str, t.Any], check: bool = False, partly: bool = False
-) -> dict[str, t.Any]:
-    """One row of the report. C(outcome) is one of GOOD, or C(blocked), C(failed), C(unreachable), C(not run).
+#: Where the role keeps what it did for each of several servers: C({name: {key: result}}), and the step behind a key.
+INSTANCES = "__sglang_server_results"
+INSTANCE_STEPS = {
+    "plan": "plan",
+    "teardown": "teardown",
+    "free": "prove free",
+    "residue": "sweep",
+    "launch": "launch",
+    "ready": "ready",
+    "proof": "prove server",
+}
 
-    C(partly): only some steps were asked for (C(--tags)), so that a run that ends after them is as asked for.
+
+def node_rows(
+    host: str, variables: t.Mapping[str, t.Any], check: bool = False, partly: bool = False
+) -> list[dict[str, t.Any]]:
+    """The rows of one node: one for each declared server that was planned, else one for the node.
+
+    C(outcome) is one of GOOD, or C(blocked), C(failed), C(unreachable), C(not run). C(partly): only some steps were
+    asked for (C(--tags)), so that a run that ends after them is as asked for.
     """
-    done: dict[str, t.Mapping[str, t.Any]] = {}
-    for step, variable in STEPS:
-        result = variables.get(variable)
-        if isinstance(result, t.Mapping) and not result.get("skipped"):
-            done[step] = result
+    failure = variables.get(FAILURE)
+    kept = variables.get(INSTANCES)
+    if not isinstance(kept, t.Mapping) or not kept:
+        return [_row(host, _done({step: variables.get(variable) for step, variable in STEPS}), failure, check, partly)]
+    look = {"look": variables.get("__gpu_node_info")}
+    servers = {
+        name: _done({**look, **{INSTANCE_STEPS[key]: result for key, result in steps.items() if key in INSTANCE_STEPS}})
+        for name, steps in kept.items()
+    }
+    rows = [_row(host, done, None, check, partly, name) for name, done in servers.items()]
+    if isinstance(failure, t.Mapping) and not any(row["outcome"] in BAD for row in rows):
+        # It has no result of its own: it belongs to the first server that was not finished, or came after the last.
+        at = next((at for at, row in enumerate(rows) if row["outcome"] in ("not run", "partly done")), len(rows) - 1)
+        name = list(servers)[at]
+        rows[at] = _row(host, servers[name], failure, check, partly, name)
+    return rows
+
+
+def _done(results: t.Mapping[str, t.Any]) -> dict[str, t.Mapping[str, t.Any]]:
+    """The steps that were taken, in their order."""
+    return {
+        step: results[step]
+        for step, _variable in STEPS
+        if isinstance(results.get(step), t.Mapping) and results[step] and not results[step].get("skipped")
+    }
+
+
+def _row(
+    host: str,
+    done: dict[str, t.Mapping[str, t.Any]],
+    failure: t.Any,
+    check: bool,
+    partly: bool,
+    instance: str | None = None,
+) -> dict[str, t.Any]:
     row: dict[str, t.Any] = {
         "host": host,
-        "instance": _first(done, "instance"),
+        "instance": instance or _first(done, "instance"),
         "outcome": "not run",
         "step": None,
         "reason": "",
@@ -61,7 +106,7 @@ def node_row(
         "simulated": any(bool(r.get("simulated")) for r in done.values()),
         "warnings": [w for r in done.values() for w in r.get("warnings", [])],
     }
-    row["outcome"], row["step"], row["reason"] = _outcome(done, variables.get(FAILURE), check)
+    row["outcome"], row["step"], row["reason"] = _outcome(done, failure, check)
     if partly and done and row["outcome"] == "not run":
         row["outcome"], row["reason"] = "partly done", "only some steps were asked for: up to '%s'" % row["step"]
     row["ok"] = row["outcome"] in GOOD

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from ansible_collections.cleanslate.inference.plugins.plugin_utils.report import GOOD, STEPS, cells, node_row
+from ansible_collections.cleanslate.inference.plugins.plugin_utils.report import GOOD, STEPS, cells, node_rows
 
 LOOK = {"gpus": [{"verdict": "free"}] * 8}
 PLAN = {
@@ -24,11 +24,17 @@ ALL = [LOOK, PLAN, TEARDOWN, FREE, RESIDUE, LAUNCH, READY, PROOF]
 LOST = {"unreachable": True, "msg": "Connection timed out"}
 
 
+def only(*arguments: object, **options: object) -> dict:
+    (found,) = node_rows(*arguments, **options)  # type: ignore[arg-type]
+    return found
+
+
 def row(*results: dict, failure: dict | None = None, check: bool = False) -> dict:
     variables = {variable: result for (_step, variable), result in zip(STEPS, results, strict=False) if result}
     if failure:
         variables["__cleanslate_failure"] = failure
-    return node_row("node1", variables, check)
+    (found,) = node_rows("node1", variables, check)
+    return found
 
 
 def test_a_whole_run_serves_and_adds_up() -> None:
@@ -107,9 +113,42 @@ def test_simulated_is_said_in_every_row() -> None:
 def test_who_asks_for_some_steps_gets_them() -> None:
     """C(--tags plan) ends after the plan, and that is no failure; a step that failed still is one."""
     asked = {variable: result for (_step, variable), result in zip(STEPS[:2], [LOOK, PLAN], strict=True)}
-    found = node_row("node1", asked, partly=True)
+    found = only("node1", asked, partly=True)
     assert (found["outcome"], found["ok"]) == ("partly done", True)
     assert "'plan'" in found["reason"]
-    assert not node_row("node1", {}, partly=True)["ok"]
-    assert not node_row("node1", dict(asked, __cleanslate_failure={"msg": "no"}), partly=True)["ok"]
-    assert not node_row("node1", dict(asked, __sglang_server_plan=dict(PLAN, failed=True)), partly=True)["ok"]
+    assert not only("node1", {}, partly=True)["ok"]
+    assert not only("node1", dict(asked, __cleanslate_failure={"msg": "no"}), partly=True)["ok"]
+    assert not only("node1", dict(asked, __sglang_server_plan=dict(PLAN, failed=True)), partly=True)["ok"]
+
+
+# -- several servers on a node -------------------------------------------------------------------------------------
+
+DONE = {"plan": PLAN, "teardown": TEARDOWN, "free": FREE, "launch": LAUNCH, "ready": READY, "proof": PROOF}
+CONVERGED = {"plan": dict(PLAN, converged=True), "proof": PROOF}
+
+
+def servers(failure: dict | None = None, **results: dict) -> list[tuple[str, str, int]]:
+    variables = {"__gpu_node_info": LOOK, "__sglang_server_results": results}
+    # What was registered last is of one of them, and must not be taken for another's.
+    variables.update(__gpu_teardown_result=TEARDOWN, __sglang_server_plan=dict(PLAN, converged=True))
+    if failure:
+        variables["__cleanslate_failure"] = failure
+    return [(found["instance"], found["outcome"], len(found["ended"])) for found in node_rows("node1", variables)]
+
+
+def test_each_server_has_its_own_row_and_its_own_dead() -> None:
+    assert servers(a=DONE, b=CONVERGED) == [("a", "serving", 2), ("b", "converged", 0)]
+
+
+def test_a_server_that_failed_does_not_blame_the_others() -> None:
+    failed = dict(DONE, ready={"failed": True, "msg": "out of memory"}, proof={})
+    assert servers({"msg": "out of memory"}, a=CONVERGED, b=failed, c={"plan": PLAN}) == [
+        ("a", "converged", 0),
+        ("b", "failed", 2),
+        ("c", "not run", 0),
+    ]
+
+
+def test_a_failure_without_a_result_goes_to_the_server_that_was_not_finished() -> None:
+    assert servers({"msg": "no template"}, a=DONE, b={"plan": PLAN}) == [("a", "serving", 2), ("b", "failed", 0)]
+    assert servers({"msg": "no hook"}, a=CONVERGED, b=DONE) == [("a", "converged", 0), ("b", "failed", 2)]
