@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from ansible_collections.cleanslate.inference.plugins.module_utils.common.clock import Clock
 from ansible_collections.cleanslate.inference.plugins.module_utils.proc.table import Process, ProcFS
+from ansible_collections.cleanslate.inference.plugins.module_utils.state import files
 
 # No deadline for one example: a busy machine is no failure. No folder of examples in the checkout.
 settings.register_profile(
@@ -120,7 +121,8 @@ class Children:
         self.started: list[subprocess.Popen[str]] = []
 
     def start(self, code: str, *args: str, **options: object) -> subprocess.Popen[str]:
-        path = os.pathsep.join(entry for entry in sys.path if entry.endswith(".collections"))
+        # The folder above ansible_collections, wherever this run found the collection.
+        path = str(Path(files.__file__).absolute().parents[6])
         child = subprocess.Popen(
             [sys.executable, "-S", "-c", code, *args],
             stdin=subprocess.PIPE,
@@ -134,7 +136,9 @@ class Children:
 
     def ready(self, code: str, *args: str, **options: object) -> subprocess.Popen[str]:
         child = self.start(code, *args, **options)
-        self.said = child.stdout.readline().strip()
+        line = child.stdout.readline()
+        assert line, "the child ended before it was ready"
+        self.said = line.strip()
         return child
 
     def end(self) -> None:

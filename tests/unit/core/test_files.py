@@ -190,7 +190,7 @@ def test_content_comes_back_as_it_was(content: bytes) -> None:
 def test_a_reader_never_sees_a_half_file(tmp_path: Path, children: Children) -> None:
     path = tmp_path / "f"
     write_atomic(str(path), b"a" * 50_000, 0o600)
-    children.ready(
+    writer = children.ready(
         "import sys\n"
         "from ansible_collections.cleanslate.inference.plugins.module_utils.state.files import write_atomic\n"
         "print(flush=True)\n"
@@ -200,6 +200,7 @@ def test_a_reader_never_sees_a_half_file(tmp_path: Path, children: Children) -> 
     )
     seen = set()
     while seen != {b"a", b"b"}:
+        assert writer.poll() is None
         content = read_bytes(str(path))
         assert content is not None
         assert content in (b"a" * 50_000, b"b" * 50_000)
