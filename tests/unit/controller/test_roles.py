@@ -96,7 +96,7 @@ def test_a_lease_that_cannot_be_dropped_leaves_the_report(tmp_path: Path) -> Non
     play.write_text(RUN.format(run_dir=run_dir, root=ROOT, report=report))
     kept = {key: value for key, value in os.environ.items() if not key.startswith("ANSIBLE_")}
     done = subprocess.run(
-        [sys.executable, "-m", "ansible", "playbook", "-i", "localhost,", "-c", "local", str(play)]
+        [sys.executable, "-m", "ansible.cli.playbook", "-i", "localhost,", "-c", "local", str(play)]
         + ["-e", json.dumps({"ansible_python_interpreter": sys.executable})],
         env=dict(kept, ANSIBLE_COLLECTIONS_PATH=str(ROOT / ".collections"), ANSIBLE_HOME=str(tmp_path / "home")),
         cwd=tmp_path,

@@ -89,7 +89,7 @@ class Run:
         (folder / "play.yml").write_text(PLAY.replace("FOLDER", str(folder)))
         kept = {key: value for key, value in os.environ.items() if not key.startswith("ANSIBLE_")}
         done = subprocess.run(
-            [sys.executable, "-m", "ansible", "playbook", "-i", "localhost,", "-c", "local", str(folder / "play.yml")]
+            [sys.executable, "-m", "ansible.cli.playbook", "-i", "localhost,", "-c", "local", str(folder / "play.yml")]
             + ["-e", json.dumps({"ansible_python_interpreter": sys.executable})],
             env=dict(kept, ANSIBLE_COLLECTIONS_PATH=str(folder / "collections"), ANSIBLE_HOME=str(folder / "home")),
             cwd=folder,
