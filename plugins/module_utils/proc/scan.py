@@ -358,6 +358,18 @@ class _Helper:
             os.waitpid(self._pid, 0)
 
 
+def _stays(process: Process, fs: ProcFS) -> bool:
+    """Read who a holder is while it is there; False when it has ended meanwhile, and so let go."""
+    process.keep()
+    try:
+        now = fs.process(process.pid)
+    except Hidden:
+        return True
+    except Vanished:
+        return False
+    return now.start_time == process.start_time and not now.zombie
+
+
 def scan(
     fs: ProcFS,
     watch: Watch,
@@ -383,7 +395,7 @@ def scan(
         result.processes += look.counted
         if look.denied:
             result.unreadable.append(Unreadable(look.pid, process.comm if process else "", look.denied))
-        elif look.held is not None and process is not None:
+        elif look.held is not None and process is not None and _stays(process, fs):
             held = look.held
             found = Found(process, frozenset(held.opened), frozenset(held.mapped), held.thread_only)
             result.found[look.pid] = found

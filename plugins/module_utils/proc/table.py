@@ -85,6 +85,11 @@ class Process:
             self._kept[what] = read()
         return self._kept[what]
 
+    def keep(self) -> None:
+        """Read now who it is (program, command line, environment, cgroup, user): it may end before anybody asks."""
+        for name in ("exe", "argv", "environ", "cgroup_text", "status"):
+            getattr(self, name)
+
     @property
     def zombie(self) -> bool:
         """Dead as a whole: a zombie leader with live threads is not one."""

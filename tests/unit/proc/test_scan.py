@@ -386,3 +386,23 @@ def test_the_stand_in_of_the_kernel_call_is_there() -> None:
     """kcmp(2) is what finds threads with descriptors of their own; where it is missing they are not looked at."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.syscall(312 if os.uname().machine == "x86_64" else 272, os.getpid(), os.getpid(), 2, 0, 0) == 0
+
+
+def test_a_holder_that_ends_during_the_look_holds_nothing(tmp_path: Path) -> None:
+    tree = ProcTree(tmp_path, gpus=1, real=True)
+    for pid in (5, 6):
+        tree.add(pid, opens=[tree.gpu(0)], argv=["nvidia-smi"], exe="/usr/bin/nvidia-smi")
+
+    def stat(path: str) -> os.stat_result:
+        if "/6/fd/" in path and (tree.proc / "5").exists():
+            tree.end(5)
+        return tree.stat(path)
+
+    key = ("c", os.makedev(195, 0))
+    result = scan(ProcFS(str(tree.proc)), Watch(frozenset([key]), {"nvidia0": key}), stat=stat)
+    assert list(result.found) == [6]
+    tree.end(6)
+    # Who it was is known, although it has ended before anybody asked.
+    process = result.found[6].process
+    assert (process.exe, process.argv, process.uid) == ("/usr/bin/nvidia-smi", ["nvidia-smi"], 1000)
+    assert process.cgroup.endswith("session-3.scope")
