@@ -13,7 +13,7 @@ author:
   - Contributors to the cleanslate.inference collection (@cleanslate)
 description:
   - Runs modules and commands inside an LXC container of Proxmox VE, by C(pct exec) on the hypervisor, over the OpenSSH
-    client with one multiplexed connection for all containers of a hypervisor.
+    client. All containers of a hypervisor share few multiplexed connections, see O(sessions).
   - The container needs no SSH server, no address and no agent, only C(/bin/sh), and Python for modules.
   - Commands run as root of the container, in its home directory, with an environment of the container's own.
   - Arguments arrive unchanged whatever they contain. A command's exit code is its own, also 255. A container that does
@@ -385,7 +385,7 @@ class Connection(SshConnection):
     def _settled_look(self) -> guest_view.View | None:
         """The same, a little later: a guest that is being stopped loses this command before it has stopped."""
         deadline, pause = time.monotonic() + STOPPING_SECONDS, 0.1
-        while (view := self._look()) and view.running and time.monotonic() < deadline:
+        while (view := self._look()) and view.running is not False and time.monotonic() < deadline:
             time.sleep(pause)
             pause *= 2
         return view

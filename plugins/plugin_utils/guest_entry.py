@@ -137,22 +137,25 @@ class Entry:
         # Each terminal on the way adds a \r.
         report = re.compile(re.escape(self.token.encode()) + rb" (\d+|in \d+|left [^\r\n]*|size[ \d]*)\r*\n")
         said = [found[1].decode("utf-8", "replace") for found in report.finditer(stdout + b"\n" + stderr)]
-        kept = [report.sub(b"", output) for output in (stdout, stderr)]
-        begun = next((int(words.split()[1]) for words in said if words.startswith("in ")), None)
-        rest = {
-            "begun": begun,
-            "left": tuple(left_behind(words) for words in said if words.startswith("left ")),
-            "sizes": next((numbers(words) for words in said if words.startswith("size")), ()),
-        }
+        out, err = (report.sub(b"", output) for output in (stdout, stderr))
+        seen = Outcome(
+            None,
+            out,
+            err,
+            begun=next((int(words.split()[1]) for words in said if words.startswith("in ")), None),
+            left=tuple(left_behind(words) for words in said if words.startswith("left ")),
+            sizes=next((numbers(words) for words in said if words.startswith("size")), ()),
+        )
         codes = [int(words) for words in said if words.isdigit()]
         if codes and returncode == 255:
             # Nothing that enters a guest ends with 255 once the command has ended: it is ssh that broke, in the end.
             problem = f"the connection was lost as the command ended (code {codes[-1]}): its output may be incomplete"
-            return Outcome(None, *kept, problem, Cause.CUT, **rest)
+            return dataclasses.replace(seen, problem=problem, cause=Cause.CUT)
         if codes:
-            return Outcome(codes[-1], *kept, **rest)
-        text = (kept[1] + b"\n" + kept[0]).decode("utf-8", "replace").strip()
-        return Outcome(None, *kept, *self._why(returncode, text, begun), **rest)
+            return dataclasses.replace(seen, returncode=codes[-1])
+        text = (err + b"\n" + out).decode("utf-8", "replace").strip()
+        problem, cause = self._why(returncode, text, seen.begun)
+        return dataclasses.replace(seen, problem=problem, cause=cause)
 
     def _why(self, returncode: int, text: str, begun: int | None) -> tuple[str, Cause]:
         if begun is not None:

@@ -112,7 +112,8 @@ def _ended(vmid: str, outcome: Outcome, view: View) -> str:
     if view.running is False:
         lock = f"; it is locked ({view.lock})" if view.lock else ""
         return f"container {vmid} stopped while the command ran{lock} (pct start {vmid})"
-    return f"{outcome.problem} (container {vmid} runs: the command's shell was killed, or the container has restarted)"
+    runs = f"container {vmid} {'runs' if view.running else 'may have stopped'}"
+    return f"{outcome.problem} ({runs}: the command's shell was killed, or the container has restarted)"
 
 
 def hung(vmid: str, seconds: float, view: View) -> str:

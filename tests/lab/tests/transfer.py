@@ -30,7 +30,7 @@ def main(source: str, back: str, inventory: str, guest: str) -> None:
     variables = VariableManager(loader=loader, inventory=known).get_vars(host=known.get_host(guest))
     connection = connection_loader.get("cleanslate.inference.pct", PlayContext())
     connection.set_options(var_options=variables)
-    there = "/var/tmp/gigabyte"
+    there = "/var/tmp/transferred"
     connection.exec_command("true")
     before = peak()
     try:
