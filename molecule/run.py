@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LAB = ROOT / "build/lab-molecule"
 
 
 def main(scenario: str) -> int:
@@ -21,7 +20,7 @@ def main(scenario: str) -> int:
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
         "MOLECULE_GLOB": "molecule/*/molecule.yml",
-        "CLEANSLATE_LAB_DIR": str(LAB),
+        "CLEANSLATE_LAB_DIR": str(ROOT / "build/molecule" / scenario),
     }
     command = [sys.executable, "-m", "molecule", "test", "--scenario-name", scenario]
     process = subprocess.Popen(command, cwd=ROOT, env=environment)
