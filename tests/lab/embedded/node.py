@@ -17,10 +17,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 HOME = ROOT / "build" / "demo"
 GPUS = 8
-PORT = 30990
+#: The first of these that nobody listens on is the server's: two demos on a machine must not meet.
+PORTS = range(30990, 31010)
 INSTANCE_GPUS = (0, 1, 2, 3)
 
 DEV, SHM, TMP, LIB, MODELS, LOGS = (HOME / name for name in ("dev", "shm", "tmp", "lib", "models", "logs"))
+
+
+def choose_port() -> int:
+    """A port that nobody listens on, on loopback. Raises OSError when there is none."""
+    for port in PORTS:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"ports {PORTS[0]} to {PORTS[-1]} of this machine are all taken")
 
 
 def make() -> None:

@@ -30,7 +30,7 @@ def tell() -> int:
     started = time.monotonic()
     try:
         acts()
-    except Wrong as wrong:
+    except (Wrong, OSError) as wrong:
         print(f"\nThe demo failed: {wrong}", file=sys.stderr)
         return 1
     say(f"Done in {time.monotonic() - started:.0f} s.")
@@ -40,7 +40,8 @@ def tell() -> int:
 def acts() -> None:
     title("A node after a crash")
     node.make()
-    neighbour, orphans = crash()
+    port = os.environ["CLEANSLATE_DEMO_PORT"] = str(node.choose_port())
+    neighbour, orphans = crash(port)
     say(
         "One embedded node: eight stand-in GPUs (files that processes hold, and a libnvidia-ml whose memory figures",
         "follow from who holds them). A server was killed here in an earlier life:",
@@ -48,7 +49,7 @@ def acts() -> None:
     for process in processes():
         print(f"    {process}")
     say(
-        f"Its main process is gone. A worker still has GPUs 0-3, an orphan still listens on port {node.PORT}, a stale",
+        f"Its main process is gone. A worker still has GPUs 0-3, an orphan still listens on port {port}, a stale",
         "socket and shared memory are left. The job on GPU 7 is somebody else's, and has all eight nodes open.",
     )
 
@@ -72,7 +73,7 @@ def acts() -> None:
     expect(alive(neighbour), "the neighbour on GPU 7 lives")
     expect(not list(node.SHM.glob("sgl_shm_mq_*_0a1b2c3d")), "the old server's shared memory is swept")
     expect(not (node.TMP / "tmpq1w2e3r4").exists(), "the stale socket is swept")
-    expect(generation() > 0, "it answers a generation")
+    expect(generation(port) > 0, "it answers a generation")
 
     title("4. Kill one worker behind its back, and converge")
     worker = next(pid for pid, name in titled() if name.startswith("sglang::scheduler_TP2"))
@@ -87,7 +88,7 @@ def acts() -> None:
     expect(row(report)["outcome"] == "converged" and not row(report)["changed"], "changed=0")
 
     if os.environ.get("KEEP", "") not in ("", "0"):
-        say(f"KEEP=1: the server stays at http://127.0.0.1:{node.PORT}/server_info. Stop it with: make demo-stop")
+        say(f"KEEP=1: the server stays at http://127.0.0.1:{port}/server_info. Stop it with: make demo-stop")
         return
     title("6. Tear it down")
     report = play("teardown.yml", succeeds=True)
@@ -99,13 +100,13 @@ def acts() -> None:
 # -- What happens ----------------------------------------------------------------------------------------------------
 
 
-def crash() -> tuple[int, list[int]]:
+def crash(port: str) -> tuple[int, list[int]]:
     """The earlier life and its end. Returns the pids of the neighbour and of what the server left."""
     environment = dict(os.environ, **node.environment(), SPT_NOENV="1")
     parts = {}
     for part, gpus in (("neighbour", "7"), ("server", "0,1,2,3")):
         process = subprocess.Popen(
-            [node.python(), "crash.py", part, str(node.PORT)],
+            [node.python(), "crash.py", part, port],
             cwd=Path(__file__).parent,
             env=dict(environment, CUDA_VISIBLE_DEVICES=gpus),
             stdout=subprocess.PIPE,
@@ -157,12 +158,10 @@ def row(report: dict) -> dict:
     return report["nodes"][0]
 
 
-def generation() -> int:
+def generation(port: str) -> int:
     """Tokens of one generation, asked for as a client would."""
     body = json.dumps({"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 8, "temperature": 0}}).encode()
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{node.PORT}/generate", body, {"Content-Type": "application/json"}
-    )
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/generate", body, {"Content-Type": "application/json"})
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=20) as answer:
         return json.loads(answer.read())["meta_info"]["completion_tokens"]
 
