@@ -89,12 +89,12 @@ FORCE:
 
 .venv/.demo: .venv/.python requirements/demo.txt
 	@echo "Installing Ansible into .venv"
-	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --upgrade -r requirements/demo.txt
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check --upgrade -r requirements/demo.txt
 	@touch $@
 
 .venv/.test: .venv/.demo requirements/unit.txt tests/unit/requirements.txt requirements/test.txt
 	@echo "Installing the checking tools into .venv"
-	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --upgrade -r requirements/test.txt
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check --upgrade -r requirements/test.txt
 	@touch $@
 
 # The oldest Python of a control node, with the oldest Ansible that is supported.
@@ -102,7 +102,7 @@ FORCE:
     $(call working,.venv-3.11)
 	@python="$$(.config/find-python 3.11)" && echo "Making .venv-3.11 with $$python" && \
 	    rm -rf .venv-3.11 && "$$python" -m venv .venv-3.11
-	@.venv-3.11/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/unit.txt
+	@.venv-3.11/bin/python -m pip install -qq --disable-pip-version-check -r requirements/unit.txt
 	@touch $@
 
 .PHONY: clean
