@@ -10,7 +10,7 @@ name: pct
 short_description: Any module, in any Proxmox VE container, through its hypervisor
 version_added: 0.1.0
 author:
-  - Contributors to the cleanslate.inference collection (@cleanslate)
+  - Contributors to the cleanslate.inference collection (!UNKNOWN)
 description:
   - Runs modules and commands inside an LXC container of Proxmox VE, by C(pct exec) on the hypervisor, over the OpenSSH
     client. All containers of a hypervisor share few multiplexed connections, see O(sessions).

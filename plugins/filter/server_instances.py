@@ -9,7 +9,7 @@ name: server_instances
 short_description: Complete a list of declared servers
 version_added: 1.0.0
 author:
-  - Contributors to the cleanslate.inference collection (@cleanslate)
+  - Contributors to the cleanslate.inference collection (!UNKNOWN)
 description:
   - Fills each entry of a list of servers with defaults, and makes one server of them alone when the list is empty.
   - Refuses two servers of the same name, on the same port, or on the same GPU, and one without GPUs beside others.

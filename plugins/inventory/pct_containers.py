@@ -10,7 +10,7 @@ name: pct_containers
 short_description: All containers of a Proxmox VE cluster, by one ssh to any of its nodes
 version_added: 1.0.0
 author:
-  - Contributors to the cleanslate.inference collection (@cleanslate)
+  - Contributors to the cleanslate.inference collection (!UNKNOWN)
 description:
   - Reads the configurations of all LXC containers of a cluster from the files that every node has, in one command over
     one ssh connection. Needs no API token and nothing on the node but a login that may read C(/etc/pve).

@@ -9,7 +9,7 @@ name: pynvml
 short_description: Path of the control node's nvidia-ml-py
 version_added: 1.0.0
 author:
-  - Contributors to the cleanslate.inference collection (@cleanslate)
+  - Contributors to the cleanslate.inference collection (!UNKNOWN)
 description:
   - nvidia-ml-py, the binding of NVIDIA's management library, is one file of pure Python. A node without pip or network
     can be given the control node's.

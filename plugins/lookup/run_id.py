@@ -9,7 +9,7 @@ name: run_id
 short_description: One id for one run of a playbook
 version_added: 1.0.0
 author:
-  - Contributors to the cleanslate.inference collection (@cleanslate)
+  - Contributors to the cleanslate.inference collection (!UNKNOWN)
 description:
   - Names the run that is under way, for people (who, where) and for machines (which process, started when).
   - It is the same wherever in the run it is asked for, and differs from run to run.

@@ -10,7 +10,7 @@ module: gpu_free
 short_description: Prove that GPUs are free, or fail and say who holds them
 version_added: 1.0.0
 author:
-  - Contributors to the cleanslate.inference collection (@cleanslate)
+  - Contributors to the cleanslate.inference collection (!UNKNOWN)
 description:
   - Changes nothing. Looks until the chosen GPUs are proven free, or until that cannot happen any more.
   - A GPU is free when no task of any process holds its device node, NVML lists no process on it, its memory is back,

@@ -10,7 +10,7 @@ module: gpu_info
 short_description: Show the GPUs of a node and who holds them
 version_added: 1.0.0
 author:
-  - Contributors to the cleanslate.inference collection (@cleanslate)
+  - Contributors to the cleanslate.inference collection (!UNKNOWN)
 description:
   - Changes nothing, waits for nothing, and does not fail because a GPU is busy or the driver does not answer.
   - Returns what the other modules of this collection see; each holder with its user, unit, container, pids and redacted

@@ -10,7 +10,7 @@ module: gpu_teardown
 short_description: End exactly the processes that hold GPUs and were asked for
 version_added: 1.0.0
 author:
-  - Contributors to the cleanslate.inference collection (@cleanslate)
+  - Contributors to the cleanslate.inference collection (!UNKNOWN)
 description:
   - Plans who is to be ended and who is spared, each with its reason, stops units through systemd, and ends the rest by
     TERM and, where needed, KILL.

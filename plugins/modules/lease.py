@@ -10,7 +10,7 @@ module: lease
 short_description: Give a node back that a playbook run holds
 version_added: 1.0.0
 author:
-  - Contributors to the cleanslate.inference collection (@cleanslate)
+  - Contributors to the cleanslate.inference collection (!UNKNOWN)
 description:
   - From its plan to its proof a playbook run holds a lease of the node, so that no other run works on it meanwhile. The
     last step gives it back; this module does so where that step was not reached.

@@ -10,7 +10,7 @@ module: pct_exec
 short_description: Start or stop containers of a Proxmox VE node, and run commands in them
 version_added: 1.0.0
 author:
-  - Contributors to the cleanslate.inference collection (@cleanslate)
+  - Contributors to the cleanslate.inference collection (!UNKNOWN)
 description:
   - Runs on the hypervisor and does a whole list of containers in one connection. It is what a line like
     C(pct exec 129 -- bash -c "...") in a shell becomes.

@@ -10,7 +10,7 @@ module: pct_passthrough
 short_description: Mend the device lines of containers of a Proxmox VE node
 version_added: 1.0.0
 author:
-  - Contributors to the cleanslate.inference collection (@cleanslate)
+  - Contributors to the cleanslate.inference collection (!UNKNOWN)
 description:
   - Finds what M(cleanslate.inference.pct_passthrough_info) finds, and changes the lines where lines can mend it. Those
     are rules whose major number moved, missing rules, rules of cgroup version 1, missing control nodes, targets with a

@@ -10,7 +10,7 @@ module: pct_passthrough_info
 short_description: Check the devices that containers of a Proxmox VE node are given
 version_added: 1.0.0
 author:
-  - Contributors to the cleanslate.inference collection (@cleanslate)
+  - Contributors to the cleanslate.inference collection (!UNKNOWN)
 description:
   - Runs on the hypervisor. Compares every C(devN:), every C(lxc.mount.entry) of a device and every
     C(lxc.cgroup2.devices.allow) of its containers with the device nodes and drivers that the host has now.

@@ -17,7 +17,7 @@ description:
   - Runs on the control node, once a play (C(run_once)), and connects nowhere. With C(ignore_unreachable) on the play it
     also names the nodes that did not answer.
 author:
-  - Contributors to the cleanslate.inference collection (@cleanslate)
+  - Contributors to the cleanslate.inference collection (!UNKNOWN)
 options:
   title:
     description: What the table is about.

@@ -10,7 +10,7 @@ module: runtime_residue
 short_description: Remove shared memory and sockets that dead inference servers left behind
 version_added: 1.0.0
 author:
-  - Contributors to the cleanslate.inference collection (@cleanslate)
+  - Contributors to the cleanslate.inference collection (!UNKNOWN)
 description:
   - Removes files of SGLang, NCCL, PyTorch, vLLM and CUDA from the shared memory and temporary folders, if their names
     are on an allow-list and nobody has them open, mapped or locked, and unix sockets on which nobody listens.

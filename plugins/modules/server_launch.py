@@ -10,7 +10,7 @@ module: server_launch
 short_description: Start a declared SGLang server
 version_added: 1.0.0
 author:
-  - Contributors to the cleanslate.inference collection (@cleanslate)
+  - Contributors to the cleanslate.inference collection (!UNKNOWN)
 description:
   - Writes the unit, its environment, the file with the keys and the record, and starts the server, in one call.
   - Refuses when the GPUs or the port are not free. Returns once the server's program runs; whether it becomes ready is

@@ -10,7 +10,7 @@ module: server_plan
 short_description: Say what bringing a declared SGLang server up would do, and what stands in its way
 version_added: 1.0.0
 author:
-  - Contributors to the cleanslate.inference collection (@cleanslate)
+  - Contributors to the cleanslate.inference collection (!UNKNOWN)
 description:
   - Compares a declared server with the one that runs, and checks everything that can be checked while the old one still
     serves. The declaration on paper, NCCL's variables, the command line by the parser and resolver of the installed

@@ -10,7 +10,7 @@ module: server_proof
 short_description: Prove that a running SGLang server is the declared one
 version_added: 1.0.0
 author:
-  - Contributors to the cleanslate.inference collection (@cleanslate)
+  - Contributors to the cleanslate.inference collection (!UNKNOWN)
 description:
   - Reads the environment of every process of the server and compares it with the declaration as it was launched.
     Variables that SGLang itself sets are told apart, with the reason.

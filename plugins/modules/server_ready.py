@@ -10,7 +10,7 @@ module: server_ready
 short_description: Wait until a launched SGLang server really answers
 version_added: 1.0.0
 author:
-  - Contributors to the cleanslate.inference collection (@cleanslate)
+  - Contributors to the cleanslate.inference collection (!UNKNOWN)
 description:
   - Ready means that the server's own process listens on its port, that as many workers run as declared, and that a real
     generation comes back.

@@ -26,6 +26,9 @@ def main(arguments: list[str]) -> int:
         return space.fail(f"usage: {Path(sys.argv[0]).name} [--stop]")
     if running():
         stop()
+    # Asked to end, it ends what it started first.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     command = space.unshare()
     return outside(command) if command else adopted()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -32,9 +33,19 @@ LIBRARY_FOLDER = "usr/lib/x86_64-linux-gnu"
 
 def install_packages() -> None:
     """What the lab needs of the machine."""
+    known = subprocess.run(
+        ["dpkg-query", "--show", "--showformat=${Package} ${db:Status-Status}\n", *PACKAGES.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    there = {line.split()[0] for line in known.stdout.splitlines() if line.endswith(" installed")}
+    missing = [package for package in PACKAGES.split() if package not in there]
+    if not missing:
+        return
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     run(["apt-get", "update", "-qq"], env=environment)
-    run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES.split()], env=environment)
+    run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", *missing], env=environment)
 
 
 def missing_commands() -> list[str]:
