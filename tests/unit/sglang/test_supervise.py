@@ -45,13 +45,13 @@ def test_a_signal_that_meets_a_server_which_has_just_ended_costs_no_exit_status(
     pid = json.loads(supervisor.stdout.readline())["pid"]
     # It says so before it has its handlers: they are there once its output is gone.
     assert supervisor.stdout.read() == b""
-    handlers = 1 << (signal.SIGHUP - 1)
+    handlers = 1 << (signal.SIGTERM - 1)
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         status = dict(
             line.split(":\t", 1) for line in Path("/proc/%d/status" % supervisor.pid).read_text().splitlines()
         )
-        if int(status["SigIgn"], 16) & handlers:
+        if int(status["SigCgt"], 16) & handlers:
             break
         time.sleep(0.01)
     os.kill(supervisor.pid, signal.SIGSTOP)
